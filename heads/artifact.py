@@ -1,0 +1,131 @@
+"""Artifacts on disk: atomic writes, manifests, provenance and the one-sentence error.
+
+Every stage of the pipeline leaves a folder with a `manifest.json`. This module writes and reads those manifests
+and makes sure that a crash never leaves half a file under its final name. It does not know what any artifact
+contains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "hydra-core")
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend: one sentence saying what was given, what is allowed, what to do."""
+
+
+def write_atomic(path: str | Path, data: bytes | str) -> None:
+    """Write `data` under a temporary name, flush it to the disk, then rename it to `path`.
+
+    Raises UserError when the disk is full; the file that stood at `path` before is then untouched.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    payload = data.encode() if isinstance(data, str) else data
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError as error:
+        Path(name).unlink(missing_ok=True)
+        raise UserError(f"Cannot write {path}: {error.strerror}; free some space there or choose another folder.") from error
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries, so that a rename inside it survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically; keys keep their order."""
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def sha256_file(path: str | Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest(value: Any) -> str:
+    """Hex SHA-256 of a JSON value with sorted keys: the fingerprint of settings and of lists of strings."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def provenance(config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What made an artifact: command, commit, versions, machine, time and the resolved config."""
+    commit, dirty = _commit()
+    return {
+        "argv": sys.argv,
+        "commit": commit,
+        "dirty": dirty,
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}},
+        "machine": {"system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count()},
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "config": dict(config) if config is not None else None,
+    }
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """The source tree's commit and whether it has uncommitted changes; (None, None) outside a repository."""
+    root = Path(__file__).resolve().parent.parent
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        state = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+    return head.stdout.strip(), bool(state.stdout.strip())
+
+
+def write_manifest(
+    folder: str | Path, kind: str, body: Mapping[str, Any], config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write `folder/manifest.json` last, when everything it speaks of is in place; returns what was written."""
+    manifest = {"kind": kind, "format": FORMAT, **body, "provenance": provenance(config)}
+    write_json(Path(folder) / MANIFEST, manifest)
+    return manifest
+
+
+def read_manifest(folder: str | Path, kind: str) -> dict[str, Any]:
+    """The manifest of a finished artifact of this kind.
+
+    Raises UserError when there is none, when it is of another kind or of an unknown format.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise UserError(f"{folder} holds no finished {kind} artifact (no {MANIFEST}); run the stage that makes it first.")
+    try:
+        manifest = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); delete {folder} and run its stage again.") from error
+    if manifest.get("kind") != kind or manifest.get("format") != FORMAT:
+        raise UserError(
+            f"{folder} is a {manifest.get('kind')!r} artifact of format {manifest.get('format')!r}, "
+            f"but {kind!r} of format {FORMAT} is needed; give the folder of that stage."
+        )
+    return dict(manifest)

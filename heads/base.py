@@ -1,0 +1,184 @@
+"""The contract that every draft head fulfils, and the values that cross package borders.
+
+It knows no concrete head, no file format, no sampling rule and no training loop.
+
+Shape legend of the whole project (a suffix of the name, `hidden_BTD`):
+`B` rows of a batch, `T` positions (packed: the documents of a batch one after the other, without padding),
+`D` target width, `E` = taps · D, `V` target vocabulary, `W` draft vocabulary, `K` unrolled depth, `N` proposed nodes.
+
+Slots: h_t is what the target made of x_t; it predicts x_{t+1}. Slot t of a head joins (h_t, x_{t+1}) at rope
+position t and predicts x_{t+2}. This is the convention of the servers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.artifact import UserError
+from heads.vocab import DraftVocabulary
+
+Draw = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""Draws one token per row from draft logits [B, W]: (index_B into W, the distribution drawn from [B, W] or None when
+the draw is the argmax). The caller of `propose` owns temperature, truncation and the generator."""
+
+
+@dataclass(frozen=True)
+class FeatureNeeds:
+    """What a head wants of the target at each position.
+
+    taps: boundary ids, ascending and distinct. Boundary k lies after k layers (k = 0: the embeddings), which is
+        `hidden_states[k]` of transformers and the id vLLM uses. The last boundary before the final norm is not
+        offered by transformers, so k < num_layers.
+    last: whether the state after the final norm is needed.
+    """
+
+    taps: tuple[int, ...] = ()
+    last: bool = True
+
+    def check(self, num_layers: int) -> None:
+        """Raises UserError when the taps are not ascending, distinct and inside the target."""
+        if list(self.taps) != sorted(set(self.taps)) or any(not 0 <= tap < num_layers for tap in self.taps):
+            raise UserError(
+                f"The taps {list(self.taps)} must be ascending, distinct and between 0 and {num_layers - 1} "
+                f"for a target of {num_layers} layers; set head.taps=[…]."
+            )
+
+
+@dataclass(frozen=True)
+class TargetFeatures:
+    """One packed batch of what the target made of some documents.
+
+    ids_T int64; supervised_T bool, true where the token was written by the target; lengths: positions of each
+    document, their sum is T; taps_TE the tapped states side by side; last_TD the state after the final norm;
+    lse_T float32, the logarithm of the sum of exp over the target's logits at this position, valid at supervised
+    positions and at the one before each.
+    """
+
+    ids_T: Tensor
+    supervised_T: Tensor
+    lengths: tuple[int, ...]
+    taps_TE: Tensor
+    last_TD: Tensor
+    lse_T: Tensor
+
+    def to(self, device: torch.device | str) -> TargetFeatures:
+        """The same batch on another device."""
+        return TargetFeatures(
+            self.ids_T.to(device),
+            self.supervised_T.to(device),
+            self.lengths,
+            self.taps_TE.to(device),
+            self.last_TD.to(device),
+            self.lse_T.to(device),
+        )
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """A loss as a sum and a count, so that it can be reduced once over micro-batches and ranks.
+
+    loss: scalar with gradient, summed over the supervised positions; count: how many there were (float scalar).
+    metrics: name -> (sum_K, count_K), detached, one entry per drafting depth.
+    """
+
+    loss: Tensor
+    count: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Positions that the target has now settled: the input of a head between two rounds.
+
+    next_ids_BM int64: x_{t+1} for each new slot t; taps_BME and last_BMD: h_t; count_B: valid slots per row
+    (the rest is padding on the right).
+    """
+
+    next_ids_BM: Tensor
+    taps_BME: Tensor
+    last_BMD: Tensor
+    count_B: Tensor
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens that the target is to check.
+
+    tokens_BN int64; parents_N int64: index of the parent node, -1 for the last committed token (a chain is
+    arange(N) - 1); count_B: valid nodes per row, the rest is padding; probs_BNV float32: the distribution each token
+    was drawn from over the target's vocabulary, or None when every token was chosen deterministically.
+    """
+
+    tokens_BN: Tensor
+    parents_N: Tensor
+    count_B: Tensor
+    probs_BNV: Tensor | None = None
+
+    @staticmethod
+    def chain(tokens_BN: Tensor, count_B: Tensor | None = None, probs_BNV: Tensor | None = None) -> Proposal:
+        """A proposal whose nodes follow one another."""
+        rows, nodes = tokens_BN.shape
+        if count_B is None:
+            count_B = torch.full((rows,), nodes, dtype=torch.long, device=tokens_BN.device)
+        return Proposal(tokens_BN, torch.arange(nodes, device=tokens_BN.device) - 1, count_B, probs_BNV)
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """The frozen parts of the target that heads share: input embeddings [V, D] and vocabulary projection [V, D]."""
+
+    embedding_VD: Tensor
+    lm_head_VD: Tensor
+
+
+class DraftHead(nn.Module, ABC):
+    """A trainable draft attached to a frozen target.
+
+    A subclass takes sizes and taps by keyword and hands the same keywords to `super().__init__`, which keeps them in
+    `arguments` for the checkpoint. It owns its trainable parameters only; the target's weights are lent by `attach`
+    and are neither trained nor saved.
+    """
+
+    def __init__(self, *, needs: FeatureNeeds, vocab: DraftVocabulary, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.needs = needs
+        self.vocab = vocab
+        self.arguments = arguments
+        # In a list so that nn.Module neither registers nor moves nor saves the target's weights.
+        self._target: list[TargetWeights] = []
+
+    def attach(self, target: TargetWeights) -> None:
+        """Lend the head the target's embeddings and vocabulary projection."""
+        self._target[:] = [target]
+
+    @property
+    def target(self) -> TargetWeights:
+        """The lent weights; asking before `attach` is a programming error."""
+        assert self._target, "attach(target) must come before the head is used"
+        return self._target[0]
+
+    def forward(self, features: TargetFeatures) -> LossSums:
+        """The training loss; `forward` so that distributed wrappers see the call."""
+        return self.loss(features)
+
+    @abstractmethod
+    def loss(self, features: TargetFeatures) -> LossSums:
+        """Loss over one packed batch, as sums and counts."""
+
+    @abstractmethod
+    def start(self, rows: int) -> Any:
+        """An empty drafting state for a batch of `rows` requests."""
+
+    @abstractmethod
+    def commit(self, state: Any, committed: Committed) -> None:
+        """Take in what the target has settled since the last call (the whole prompt at first)."""
+
+    @abstractmethod
+    def propose(self, state: Any, depth: int, draw: Draw) -> Proposal:
+        """Draft `depth` tokens after the last committed one; leaves the state as if nothing had been drafted."""

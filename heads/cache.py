@@ -1,0 +1,94 @@
+"""Keys and values of a batch whose rows grow at different speeds, on top of transformers' DynamicCache.
+
+A round appends one block of nodes to every row and then keeps only what was accepted. DynamicCache appends at the
+same column for all rows, so a row that kept less has a gap; `keep` closes it by moving the kept columns to the left.
+The module knows neither models nor acceptance rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where a block of N nodes sits: rope positions_BN, and which of the C = width + N columns each node may see
+    (allowed_BNC bool), or None when plain causal attention says the same."""
+
+    positions_BN: Tensor
+    allowed_BNC: Tensor | None
+
+
+class BlockCache:
+    """A DynamicCache plus the true length of each row; columns past a row's length are garbage and never seen."""
+
+    def __init__(self, rows: int, device: torch.device | str) -> None:
+        self.kv = DynamicCache()
+        self.lengths = [0] * rows
+        self.width = 0
+        self.device = torch.device(device)
+
+    def place(self, counts: Sequence[int], parents_N: Tensor | None = None) -> Block:
+        """Positions and visibility for a block of N = max(counts) nodes appended to every row.
+
+        counts: valid nodes per row (padding on the right). parents_N: a tree (parents before children, -1 for the
+        root's predecessor, i.e. the committed text); None means a chain.
+        """
+        nodes, rows = max(counts), len(self.lengths)
+        if parents_N is None:
+            depth_N = torch.arange(nodes)
+            inside_NN = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+        else:
+            depth_N, inside_NN = ancestry(parents_N)
+        positions_BN = (torch.tensor(self.lengths)[:, None] + depth_N).to(self.device)
+        whole = all(length == self.width for length in self.lengths) and min(counts) == nodes
+        if whole and parents_N is None:
+            return Block(positions_BN, None)
+        past_BC = torch.arange(self.width) < torch.tensor(self.lengths)[:, None]
+        valid_BN = torch.arange(nodes) < torch.tensor(list(counts))[:, None]
+        # A padded node sees itself, so that its softmax has something to sum.
+        block_BNN = (inside_NN & valid_BN[:, None, :]) | torch.eye(nodes, dtype=torch.bool)
+        allowed_BNC = torch.cat([past_BC[:, None, :].expand(rows, nodes, self.width), block_BNN], dim=-1)
+        return Block(positions_BN, allowed_BNC.to(self.device))
+
+    @torch.inference_mode()
+    def keep(self, counts: Sequence[int], path_BN: Tensor | None = None) -> None:
+        """After a forward over a block: keep `counts[b]` of its nodes in row b and forget the others.
+
+        path_BN: indices of the kept nodes, in order (entries past the count are ignored); None means the first ones.
+        """
+        before, lengths = self.width, [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        straight = path_BN is None and all(length == before for length in self.lengths)
+        if not straight and max(counts) > 0:
+            self._compact(before, max(counts), path_BN)
+        self.lengths, self.width = lengths, max(lengths)
+        self.kv.crop(self.width - self.kv.get_seq_length())
+
+    def _compact(self, before: int, kept: int, path_BN: Tensor | None) -> None:
+        offset_BN = torch.arange(kept).expand(len(self.lengths), kept) if path_BN is None else path_BN[:, :kept].cpu()
+        source_BN = (before + offset_BN.clamp(min=0)).to(self.device)
+        goal_BN = (torch.tensor(self.lengths)[:, None] + torch.arange(kept)).to(self.device)
+        for layer in self.kv.layers:
+            heads, size = layer.keys.shape[1], layer.keys.shape[3]
+            source = source_BN[:, None, :, None].expand(-1, heads, -1, size)
+            goal = goal_BN[:, None, :, None].expand(-1, heads, -1, size)
+            for states in (layer.keys, layer.values):
+                states.scatter_(2, goal, states.gather(2, source))
+
+
+def ancestry(parents_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Depth of each node [N] (roots have 0) and the mask [N, N] of who is an ancestor of whom, itself included."""
+    nodes = len(parents_N)
+    depth_N = torch.zeros(nodes, dtype=torch.long)
+    inside_NN = torch.eye(nodes, dtype=torch.bool)
+    for node, parent in enumerate(parents_N.tolist()):
+        assert parent < node, "parents come before their children"
+        if parent >= 0:
+            depth_N[node] = depth_N[parent] + 1
+            inside_NN[node] |= inside_NN[parent]
+    return depth_N, inside_NN

@@ -1,0 +1,289 @@
+"""The frozen target: any causal language model of transformers, seen as features, logits and a chat template.
+
+It knows how to load one (a folder, a Hub id, a GGUF file, a base with a PEFT adapter), what identifies it, and how to
+run a block of tokens over a cache. It does not know what the features are for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from heads.artifact import UserError, digest
+from heads.base import TargetWeights
+from heads.cache import BlockCache
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+_WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin")
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 18
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """last_BTD: states after the final norm; taps_BTE: the tapped boundaries side by side (E = 0 without taps)."""
+
+    last_BTD: Tensor
+    taps_BTE: Tensor
+
+
+class FrozenTarget:
+    """A causal language model that is never trained here. Make one with `FrozenTarget.load`."""
+
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        path: str,
+        fingerprint: dict[str, str],
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.path = path
+        self.fingerprint = fingerprint
+        config = model.config.get_text_config()
+        self.config = config
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.num_layers: int = config.num_hidden_layers
+        self.max_length: int = config.max_position_embeddings
+        self.eos_token_ids = _eos_ids(model, tokenizer)
+        facts = config.to_dict()
+        self._softcap: float | None = facts.get("final_logit_softcapping")
+        layer_types = set(facts.get("layer_types") or ["full_attention"])
+        self._window: int | None = facts.get("sliding_window") if "sliding_attention" in layer_types else None
+        self._check_alignment()
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        gguf_file: str | None = None,
+        adapter: str | None = None,
+        dtype: str = "bfloat16",
+        device: str = "cpu",
+        attention: str = "sdpa",
+        trust_remote_code: bool = False,
+    ) -> FrozenTarget:
+        """Load a target.
+
+        path: a folder, a Hub id, or a .gguf file. gguf_file: the file's name inside `path`. adapter: folder of a PEFT
+        adapter, merged into the base as served. dtype: one of DTYPES. Raises UserError when something is missing.
+        """
+        if dtype not in DTYPES:
+            raise UserError(f"target.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
+        if str(path).endswith(".gguf"):
+            path, gguf_file = str(Path(path).parent), Path(path).name
+        folder = _resolve(str(path), gguf_file)
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        if gguf_file is not None:
+            options["gguf_file"] = gguf_file
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=DTYPES[dtype], attn_implementation=attention, **options
+            )
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"The target at {path} could not be loaded ({reason}); target.path= must name a folder, Hub id or GGUF "
+                f"file of a causal language model with its tokenizer."
+            ) from error
+        fingerprint = fingerprint_target(folder, gguf_file=gguf_file, adapter=adapter, tokenizer=tokenizer)
+        if adapter is not None:
+            model = _merge_adapter(model, adapter)
+        return cls(model=model.to(device), tokenizer=tokenizer, path=str(path), fingerprint=fingerprint)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return self.model.dtype
+
+    @property
+    def weights(self) -> TargetWeights:
+        """What heads share: the embedding and vocabulary matrices of the loaded model (the same one if tied)."""
+        return TargetWeights(
+            embedding_VD=self.model.get_input_embeddings().weight.detach(),
+            lm_head_VD=self.model.get_output_embeddings().weight.detach(),
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids_BN: Tensor,
+        *,
+        cache: BlockCache | None = None,
+        counts: Sequence[int] | None = None,
+        parents_N: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> TargetOutput:
+        """Run the target over a block of tokens, appended to `cache` if one is given.
+
+        counts: valid tokens per row, padding on the right (default: all); parents_N: a tree instead of a chain.
+        The caller decides afterwards, with `cache.keep`, what stays.
+        """
+        rows, nodes = ids_BN.shape
+        cache_or_new = cache if cache is not None else BlockCache(rows, self.device)
+        block = cache_or_new.place([nodes] * rows if counts is None else counts, parents_N)
+        output = self.model.base_model(
+            input_ids=ids_BN,
+            position_ids=block.positions_BN,
+            attention_mask=self._mask(block.allowed_BNC, block.positions_BN, cache_or_new),
+            cache=cache_or_new.kv,
+            use_cache=True,
+            output_hidden_states=bool(taps),
+        )
+        last_BTD = output.last_hidden_state
+        taps_BTE = (
+            torch.cat([output.hidden_states[tap] for tap in taps], dim=-1) if taps else last_BTD.new_empty(rows, nodes, 0)
+        )
+        return TargetOutput(last_BTD, taps_BTE)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Logits [..., V] in the target's dtype from states after the final norm [..., D]."""
+        logits: Tensor = self.model.get_output_embeddings()(last)
+        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """Token ids of a conversation up to where the assistant's next turn begins, by the target's own template.
+
+        Raises UserError when the tokenizer has no chat template or the template refuses the conversation.
+        """
+        if self.tokenizer.chat_template is None:
+            raise UserError(
+                f"The tokenizer of {self.path} has no chat template; add a chat_template.jinja to the target's folder."
+            )
+        ids = self.tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, return_dict=False
+        )
+        return [int(index) for index in ids]
+
+    def _mask(self, allowed_BNC: Tensor | None, positions_BN: Tensor, cache: BlockCache) -> Any:
+        """What transformers wants as attention_mask: nothing, one additive 4-D mask, or one for each kind of layer."""
+        if self._window is None:
+            return None if allowed_BNC is None else self._additive(allowed_BNC)
+        nodes = positions_BN.shape[1]
+        if allowed_BNC is None:
+            allowed_BNC = torch.ones(nodes, cache.width + nodes, dtype=torch.bool, device=self.device)
+            allowed_BNC = allowed_BNC.tril(cache.width)[None].expand(len(positions_BN), -1, -1)
+        past_BC = torch.arange(cache.width, device=self.device).expand(len(positions_BN), -1)
+        columns_BC = torch.cat([past_BC, positions_BN], dim=-1)
+        near_BNC = positions_BN[:, :, None] - columns_BC[:, None, :] < self._window
+        return {
+            "full_attention": self._additive(allowed_BNC),
+            "sliding_attention": self._additive(allowed_BNC & near_BNC),
+        }
+
+    def _additive(self, allowed_BNC: Tensor) -> Tensor:
+        mask = torch.zeros(allowed_BNC.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(~allowed_BNC, torch.finfo(self.dtype).min)[:, None]
+
+    @torch.inference_mode()
+    def _check_alignment(self) -> None:
+        """The features must explain the logits: lm_head(norm(f_t)) is what the whole model says."""
+        ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
+        ours = self.logits(self.forward(ids).last_BTD).float()
+        whole = self.model(input_ids=ids).logits.float()
+        if not torch.allclose(ours, whole, rtol=0.02, atol=0.02 * whole.abs().max().item()):
+            raise UserError(
+                f"The logits of {type(self.model).__name__} are not lm_head(final norm state): this family rescales them "
+                f"in a way that is not supported yet; choose another target."
+            )
+
+
+def fingerprint_target(
+    folder: str, *, gguf_file: str | None, adapter: str | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, str]:
+    """What identifies a target: weights (sizes and sampled bytes of all weight files), tokenizer, chat template."""
+    files = [Path(folder) / gguf_file] if gguf_file else _weight_files(Path(folder))
+    files += _weight_files(Path(adapter)) if adapter else []
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return {
+        "name": Path(folder).name if gguf_file is None else gguf_file,
+        "weights": digest([[file.name, _sampled_digest(file)] for file in files]),
+        "tokenizer": digest(vocabulary),
+        "template": digest(tokenizer.chat_template),
+    }
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that are loaded: safetensors if there are any, else GGUF, else pickled weights."""
+    for pattern in _WEIGHT_FILES:
+        if files := sorted(folder.glob(pattern)):
+            return files
+    return []
+
+
+def _sampled_digest(path: Path) -> str:
+    """SHA-256 over a file's size and evenly spaced blocks: seconds for a 70B target, and any retraining shows."""
+    size = path.stat().st_size
+    result = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        for index in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
+            result.update(file.read(_SAMPLE_BYTES))
+    return result.hexdigest()
+
+
+def _resolve(path: str, gguf_file: str | None) -> str:
+    """A local folder for a path or Hub id."""
+    if Path(path).is_dir():
+        if gguf_file is not None and not (Path(path) / gguf_file).is_file():
+            raise UserError(f"There is no file {gguf_file} in {path}; correct target.gguf_file= or target.path=.")
+        return path
+    message = (
+        f"The target {path} is neither a folder nor a model on the Hub that can be reached; set target.path= to a folder, "
+        f"a Hub id such as org/model, or a .gguf file."
+    )
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise UserError(message)
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"] + ([gguf_file] if gguf_file else ["*.safetensors"])
+    try:
+        return snapshot_download(path, allow_patterns=patterns)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise UserError(message) from error
+
+
+def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
+    from peft import PeftModel  # slow to import and seldom needed
+
+    try:
+        return PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"The adapter {adapter} does not fit the target ({reason}); correct target.adapter=.") from error
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends an answer: the generation config's, else the tokenizer's."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if ids is None:
+        ids = tokenizer.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (int(ids),)
+
+
+def quiet_transformers() -> None:
+    """Loading bars and advice of transformers belong in a log, not between our own lines."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
