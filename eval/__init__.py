@@ -1,0 +1,1 @@
+"""What a head is worth: verification, the one decoder, acceptance, speed. Never imports training or Hydra."""

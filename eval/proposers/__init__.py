@@ -1,0 +1,1 @@
+"""Proposers that are not trained heads: what the decoder is compared with."""

@@ -1,0 +1,1 @@
+"""What proposes: draft heads, the target they sit on, their losses, vocabulary, checkpoints and exports."""

@@ -1,0 +1,1 @@
+"""The layouts that servers load: one file per server, there and back."""
