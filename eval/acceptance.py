@@ -1,0 +1,321 @@
+"""The numbers of speculative decoding, defined here and nowhere else: α, α_k, S(k), τ, the formula, its gap.
+
+Input: the traces of one proposer at one draft length γ and one temperature. This module does not know models,
+tokenizers or files. `DEFINITIONS` says in a sentence each what the reports show.
+
+How rounds enter, exactly:
+
+* A position is *examined* when the target judged a draft token there and the verdict is in the text: every
+  accepted one, and the rejected one of a round that has one. Nothing behind a rejection is examined.
+* A *cut* round (`Round.cut`: the text ended inside its accepted drafts) enters with the positions examined
+  before the cut. Leaving it out would drop the rounds that went well (a long round is likelier to hold the
+  end); counting it as short would blame the draft for the end of the text. So α and α_k take its positions as
+  they are, and S(k) takes it as right-censored (product-limit estimator): at risk at depth k only up to its
+  last examined position. Without cut rounds S(k) is simply the share of rounds with k acceptances. Cut rounds
+  are also counted apart (`rounds_cut`), and the two naive means stand beside τ.
+* A proposal shorter than γ (prompt lookup), or none, is a round that ends where it ends. What was not proposed
+  is not accepted in S(k) and τ, and not examined in α and α_k; the formula is averaged over proposed lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eval.bootstrap import MIN_CLUSTERS, RESAMPLES, FloatArray, cluster_intervals
+from eval.trace import RequestTrace, Round
+
+LOOP_MAX_PERIOD = 32
+LOOP_MIN_REPEATS = 3
+LOOP_MIN_TAIL = 24
+
+DEFINITIONS: dict[str, str] = {
+    "round": "One forward of the target: it judges up to gamma draft tokens and adds one token of its own.",
+    "alpha": "Accepted / examined draft tokens, pooled over all rounds (micro). Examined: the target judged "
+    "it inside the text, which is every accepted one and the first rejected one of a round.",
+    "alpha_macro": "The mean over requests of each request's own alpha: every request weighs the same.",
+    "alpha_expected": "Temperature > 0: the mean of sum(min(p, q)) over examined positions, the probability "
+    "of acceptance itself; the same quantity as alpha without the noise of the accept draws.",
+    "alpha_by_position": "At depth k: accepted / examined, given that all before it were accepted.",
+    "survival": "S(k): share of rounds whose first k drafts were all accepted (joint, as vLLM's per-position "
+    "rate); a round cut by the end of the text is censored there (product-limit estimator).",
+    "tokens_per_round": "Measured: 1 + S(1) + ... + S(gamma), accepted drafts plus the target's own token; "
+    "the mean over rounds where no round is cut. Assumes nothing about independence.",
+    "tokens_per_round_macro": "The mean over requests of each request's own tokens per round.",
+    "tokens_per_round_uncut": "Mean of accepted + 1 over rounds that are not cut; runs low, because long "
+    "rounds are cut more often.",
+    "tokens_per_round_text": "Tokens in the text / rounds, cut rounds with what was kept: what these very "
+    "texts saved; runs low, the more so the shorter the texts.",
+    "expected_tokens_per_round": "The formula (1 - alpha^(gamma+1)) / (1 - alpha) at the pooled alpha "
+    "(gamma + 1 at alpha = 1), which assumes independent acceptances; averaged over proposed lengths where "
+    "these vary.",
+    "formula_gap": "Formula / measured - 1: above 0 the formula promises more than the decoder delivers.",
+    "interval": "95 % interval by resampling whole requests (cluster bootstrap, percentile, widened for few "
+    f"requests); null below {MIN_CLUSTERS} requests or where a resample leaves the number undefined.",
+    "speedup": "Tokens per second with the draft / without it: same loop, same requests, resampled in pairs; "
+    "where the texts are equal this is seconds without / seconds with.",
+    "rounds_cut": "Rounds whose accepted drafts hold the end of the text (end token or length limit).",
+    "looping_requests": f"Requests whose text ends in a loop of period <= {LOOP_MAX_PERIOD}, over at least "
+    f"{LOOP_MIN_REPEATS} periods and {LOOP_MIN_TAIL} tokens (end token aside). Loops inflate alpha.",
+    "without_looping": "The same numbers with the looping requests left out.",
+    "identical_requests": "Greedy: requests whose text is, token for token, the target's own greedy text.",
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its 95 % interval. `value` None: undefined; `low` and `high` None: no interval."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Everything measured on one set of traces; `DEFINITIONS` explains each name."""
+
+    requests: int
+    rounds: int
+    rounds_cut: int
+    tokens: int
+    proposed: int
+    examined: int
+    accepted: int
+    seconds: float
+    alpha: Estimate
+    alpha_macro: Estimate
+    alpha_expected: Estimate | None
+    alpha_by_position: list[Estimate]
+    survival: list[Estimate]
+    tokens_per_round: Estimate
+    tokens_per_round_macro: Estimate
+    tokens_per_round_uncut: float | None
+    tokens_per_round_text: float | None
+    expected_tokens_per_round: Estimate
+    formula_gap: Estimate
+    speedup: Estimate | None
+    paired_requests: int
+    paired_equal_texts: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class VllmCounters:
+    """What vLLM counts for the same rounds: before it cuts the text, and only rounds with a proposal."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_pos: tuple[int, ...]
+
+    @property
+    def acceptance_length(self) -> float:
+        """vLLM's "mean acceptance length": 1 + accepted / drafts."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """vLLM's per-position acceptance rates: joint, like S(k)."""
+        return tuple(count / max(self.num_drafts, 1) for count in self.accepted_per_pos)
+
+
+def vllm_counters(traces: Sequence[RequestTrace], *, gamma: int) -> VllmCounters:
+    """The counters vLLM would show after decoding the same requests with the same draft."""
+    drafted = [r for t in traces for r in t.rounds if r.proposed]
+    return VllmCounters(
+        num_drafts=len(drafted),
+        num_draft_tokens=sum(r.proposed for r in drafted),
+        num_accepted_tokens=sum(r.server_accepted for r in drafted),
+        accepted_per_pos=tuple(sum(r.server_accepted > k for r in drafted) for k in range(gamma)),
+    )
+
+
+def formula_tokens_per_round(alpha: float, gamma: int) -> float:
+    """(1 − α^{γ+1}) / (1 − α), as the sum 1 + α + … + α^γ, which needs no special case at α = 1."""
+    return math.fsum(alpha**k for k in range(gamma + 1))
+
+
+def is_looping(trace: RequestTrace) -> bool:
+    """Whether the text ends in a loop, as `DEFINITIONS` says. The end token is not looked at."""
+    tokens = trace.tokens[:-1] if trace.finish == "stop" else trace.tokens
+    for period in range(1, LOOP_MAX_PERIOD + 1):
+        length = max(LOOP_MIN_REPEATS * period, LOOP_MIN_TAIL)
+        tail = tokens[-length:]
+        if len(tail) == length and tail[period:] == tail[:-period]:
+            return True
+    return False
+
+
+def requests_for_width(estimate: Estimate, *, requests: int, width: float) -> int | None:
+    """Requests needed for an interval this wide in all, if they vary like the measured ones (width ~ 1/√n)."""
+    if estimate.low is None or estimate.high is None:
+        return None
+    return math.ceil(requests * ((estimate.high - estimate.low) / width) ** 2)
+
+
+class _Sums(NamedTuple):
+    """Additive counts. R: requests, or resamples of them. K: depths 1…γ. N: proposed lengths 0…γ."""
+
+    accepted_RK: FloatArray  # rounds with at least k accepted
+    examined_RK: FloatArray  # rounds with at least k examined
+    at_risk_RK: FloatArray  # rounds with k − 1 accepted that were not cut there
+    lengths_RN: FloatArray  # rounds that proposed n tokens
+    beta_R2: FloatArray  # Σ β, positions with a β
+    clock_R4: FloatArray  # seconds and tokens with the draft, seconds and tokens without
+    macro_R4: FloatArray  # α of the request (0 where undefined), 1 where defined; τ likewise
+
+
+def _weigh(sums: _Sums, weights_BR: FloatArray) -> _Sums:
+    return _Sums(*(weights_BR @ column for column in sums))
+
+
+def _numbers(sums: _Sums) -> dict[str, FloatArray]:
+    """Every number of each row, [R, 1] or [R, K]; NaN where undefined. The definitions, as arithmetic."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        alpha = _total(sums.accepted_RK) / _total(sums.examined_RK)
+        rounds = _total(sums.lengths_RN)
+        step = sums.accepted_RK / np.maximum(sums.at_risk_RK, 1e-9)  # nobody at risk: nobody accepted either
+        survival = np.where(rounds > 0, np.cumprod(step, axis=-1), np.nan)
+        tau = 1 + _total(survival)
+        powers = np.nan_to_num(alpha) ** np.arange(sums.lengths_RN.shape[-1])
+        formula = _total(sums.lengths_RN * np.cumsum(powers, axis=-1)) / rounds
+        seconds, tokens, plain_seconds, plain_tokens = (sums.clock_R4[:, i : i + 1] for i in range(4))
+        return {
+            "alpha": alpha,
+            "alpha_macro": sums.macro_R4[:, :1] / sums.macro_R4[:, 1:2],
+            "alpha_expected": sums.beta_R2[:, :1] / sums.beta_R2[:, 1:],
+            "alpha_by_position": sums.accepted_RK / sums.examined_RK,
+            "survival": survival,
+            "tokens_per_round": tau,
+            "tokens_per_round_macro": sums.macro_R4[:, 2:3] / sums.macro_R4[:, 3:],
+            "expected_tokens_per_round": formula,
+            "formula_gap": np.where(np.isnan(alpha), np.nan, formula / tau - 1),
+            "speedup": (tokens / seconds) / (plain_tokens / plain_seconds),
+        }
+
+
+def _total(values: FloatArray) -> FloatArray:
+    total: FloatArray = np.sum(values, axis=-1, keepdims=True)
+    return total
+
+
+def _at_least(values: Sequence[int], gamma: int) -> FloatArray:
+    """For k = 1…γ: how many of the values are ≥ k."""
+    return np.array([sum(v >= k for v in values) for k in range(1, gamma + 1)], dtype=np.float64)
+
+
+def _at_risk_until(round_: Round) -> int:
+    """The deepest depth this round was at risk at: one past its acceptances, unless it was cut there.
+
+    A cut round whose whole proposal was accepted had no more to lose: it ends there as any other.
+    """
+    return round_.accepted + int(not (round_.cut and round_.accepted < round_.proposed))
+
+
+def _collect(traces: Sequence[RequestTrace], plain: Mapping[str, RequestTrace], gamma: int) -> _Sums:
+    rows = []
+    for trace in traces:
+        rounds = trace.rounds
+        proposed = [r.proposed for r in rounds]
+        if max(proposed, default=0) > gamma:
+            raise ValueError(
+                f"{trace.request_id}: {max(proposed)} tokens proposed, gamma={gamma}; raise gamma."
+            )
+        betas = [b for r in rounds for b in r.beta]
+        twin = plain.get(trace.request_id)
+        clock = [trace.seconds, len(trace.tokens), twin.seconds, len(twin.tokens)] if twin else [0.0] * 4
+        columns = [
+            _at_least([r.accepted for r in rounds], gamma),
+            _at_least([r.examined for r in rounds], gamma),
+            _at_least([_at_risk_until(r) for r in rounds], gamma),
+            np.array([proposed.count(n) for n in range(gamma + 1)]),
+            np.array([math.fsum(betas), len(betas)]),
+            np.array(clock),
+            np.zeros(4),
+        ]
+        rows.append(columns)
+    sums = _Sums(*(np.stack(column).astype(np.float64) for column in zip(*rows, strict=True)))
+    own = _numbers(sums)
+    alpha_R, tau_R = own["alpha"][:, 0], own["tokens_per_round"][:, 0]
+    macro = [np.nan_to_num(alpha_R), ~np.isnan(alpha_R), np.nan_to_num(tau_R), ~np.isnan(tau_R)]
+    return sums._replace(macro_R4=np.stack(macro, axis=1).astype(np.float64))
+
+
+def _estimate(sums: _Sums, resamples: int, seed: int) -> dict[str, list[Estimate]]:
+    """Each number's estimates: one, or one per depth."""
+    clusters = len(sums.beta_R2)
+    point = {name: value[0] for name, value in _numbers(_weigh(sums, np.ones((1, clusters)))).items()}
+    flat = np.concatenate(list(point.values()))
+    unknown = np.full_like(flat, np.nan)
+    low, high = cluster_intervals(
+        lambda weights_BR: np.concatenate(list(_numbers(_weigh(sums, weights_BR)).values()), axis=-1),
+        clusters=clusters,
+        resamples=resamples,
+        seed=seed,
+    ) or (unknown, unknown)
+    cells = iter(zip(flat, low, high, strict=True))
+    return {name: [_known(*next(cells)) for _ in value] for name, value in point.items()}
+
+
+def _known(value: float, low: float, high: float) -> Estimate:
+    if math.isnan(value):
+        return Estimate(None)
+    if math.isnan(low) or math.isnan(high):
+        return Estimate(float(value))
+    return Estimate(float(value), float(low), float(high))
+
+
+def _nothing(gamma: int) -> dict[str, list[Estimate]]:
+    """What is known when no request is left: every number undefined."""
+    names = _numbers(_Sums(*(np.zeros((1, n)) for n in (gamma, gamma, gamma, gamma + 1, 2, 4, 4))))
+    return {name: [Estimate(None)] * value.shape[-1] for name, value in names.items()}
+
+
+def measure(
+    traces: Sequence[RequestTrace],
+    *,
+    gamma: int,
+    plain: Sequence[RequestTrace] = (),
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Measurement:
+    """All numbers of one run. `plain`: the same requests decoded without a draft, for the speed-up.
+
+    Requests are matched by id. `resamples=0` leaves the intervals out.
+    """
+    rounds = [r for t in traces for r in t.rounds]
+    uncut = [r for r in rounds if not r.cut]
+    twins = {t.request_id: t for t in plain}
+    paired = [t for t in traces if t.request_id in twins]
+    got = _estimate(_collect(traces, twins, gamma), resamples, seed) if traces else _nothing(gamma)
+    return Measurement(
+        requests=len(traces),
+        rounds=len(rounds),
+        rounds_cut=len(rounds) - len(uncut),
+        tokens=sum(len(t.tokens) for t in traces),
+        proposed=sum(r.proposed for r in rounds),
+        examined=sum(r.examined for r in rounds),
+        accepted=sum(r.accepted for r in rounds),
+        seconds=math.fsum(t.seconds for t in traces),
+        alpha=got["alpha"][0],
+        alpha_macro=got["alpha_macro"][0],
+        alpha_expected=got["alpha_expected"][0] if any(r.beta for r in rounds) else None,
+        alpha_by_position=got["alpha_by_position"],
+        survival=got["survival"],
+        tokens_per_round=got["tokens_per_round"][0],
+        tokens_per_round_macro=got["tokens_per_round_macro"][0],
+        tokens_per_round_uncut=sum(r.emitted for r in uncut) / len(uncut) if uncut else None,
+        tokens_per_round_text=sum(r.emitted for r in rounds) / len(rounds) if rounds else None,
+        expected_tokens_per_round=got["expected_tokens_per_round"][0],
+        formula_gap=got["formula_gap"][0],
+        speedup=got["speedup"][0] if paired else None,
+        paired_requests=len(paired),
+        paired_equal_texts=sum(t.tokens == twins[t.request_id].tokens for t in paired),
+    )
