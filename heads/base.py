@@ -182,3 +182,8 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def propose(self, state: Any, depth: int, draw: Draw) -> Proposal:
         """Draft `depth` tokens after the last committed one; leaves the state as if nothing had been drafted."""
+
+
+def wide(states: Tensor) -> Tensor:
+    """At least fp32: no sum over a vocabulary or over keys is taken in half precision."""
+    return states.float() if states.dtype in (torch.bfloat16, torch.float16) else states

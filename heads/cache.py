@@ -69,6 +69,11 @@ class BlockCache:
         self.lengths, self.width = lengths, max(lengths)
         self.kv.crop(self.width - self.kv.get_seq_length())
 
+    def forget(self, lengths: Sequence[int]) -> None:
+        """Go back to these shorter lengths: what was kept since is dropped."""
+        self.lengths, self.width = list(lengths), max(lengths)
+        self.kv.crop(self.width - self.kv.get_seq_length())
+
     def _compact(self, before: int, kept: int, path_BN: Tensor | None) -> None:
         offset_BN = torch.arange(kept).expand(len(self.lengths), kept) if path_BN is None else path_BN[:, :kept].cpu()
         source_BN = (before + offset_BN.clamp(min=0)).to(self.device)

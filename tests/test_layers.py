@@ -1,0 +1,48 @@
+"""The unrolled attention: fast form = dense reference, in value and gradient; no slot sees the future or a neighbour."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from heads.layers import Columns, dense_attention, unrolled_attention
+
+
+def problem(dtype: torch.dtype, passes: int) -> tuple[list[torch.Tensor], Columns]:
+    torch.manual_seed(0)
+    lengths, starts = (5, 9, 2), torch.tensor([1, 2, 3, 6, 9, 12, 13, 15])
+    shapes = [(8, 4, 16)] + [(16, 2, 16)] * 2 + [(8, 2, 16)] * (2 * passes)
+    return [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes], Columns(lengths, starts)
+
+
+def run(form, tensors: list[torch.Tensor], columns: Columns) -> torch.Tensor:
+    q, k, v, *own = tensors
+    return form(q, (k, v), list(zip(own[::2], own[1::2], strict=True)), columns)
+
+
+@pytest.mark.parametrize("passes", [0, 1, 3])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+def test_fast_equals_dense(dtype: torch.dtype, tolerance: float, passes: int) -> None:
+    # bf16 keeps 8 bits of mantissa; values here are of order 1 to 4.
+    tensors, columns = problem(dtype, passes)
+    fast, dense = run(unrolled_attention, tensors, columns), run(dense_attention, tensors, columns)
+    torch.testing.assert_close(fast, dense, rtol=tolerance, atol=tolerance)
+    weight = torch.randn_like(dense)
+    ours = torch.autograd.grad((fast * weight).sum(), tensors)
+    theirs = torch.autograd.grad((dense * weight).sum(), tensors)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("form", [unrolled_attention, dense_attention])
+def test_no_slot_sees_later_slots_or_other_documents(form) -> None:
+    tensors, columns = problem(torch.float64, 1)
+    before = run(form, tensors, columns)
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(columns.lengths))
+    for slot in range(16):
+        changed = [tensor.detach().clone() for tensor in tensors]
+        changed[1][slot] += 1
+        changed[2][slot] -= 1
+        moved = (run(form, changed, columns) - before).abs().amax((1, 2)) > 1e-9
+        sees = (documents[columns.starts_N] == documents[slot]) & (columns.starts_N >= slot)
+        assert torch.equal(moved, sees), f"slot {slot}"
