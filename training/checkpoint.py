@@ -1,0 +1,303 @@
+"""The state from which training continues: weights, optimizer, schedule, random generators, position.
+
+A checkpoint is one folder `step-00000120` that appears by a rename when it is complete, so a crash at any
+moment leaves the previous one. Tensors are safetensors, the rest is JSON; nothing is pickled. Old checkpoints
+are removed only when this run wrote them.
+
+It does not know what a step is, nor what the loop's own record means, and it does not write the head that
+other programs load.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from heads.artifact import FORMAT, UserError, sync_folder, write_atomic, write_json
+
+_NAME = re.compile(r"step-(\d{8})")
+_STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.safetensors"
+
+
+class CheckpointFolder:
+    """The checkpoints of one run, in `folder`.
+
+    identity: what makes two runs the same (head, settings, data) as JSON values; a checkpoint with another one
+    is refused. keep: how many of this run's checkpoints stay.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, identity: Mapping[str, Any], keep: int, accelerator: Accelerator
+    ) -> None:
+        self.folder = Path(folder)
+        self.identity = json.loads(json.dumps(identity, default=str))
+        self.keep = max(1, keep)
+        self.accelerator = accelerator
+        self.run = uuid.uuid4().hex
+
+    def latest(self) -> Path | None:
+        """The complete checkpoint of the highest step."""
+        found = self._complete()
+        return found[-1] if found else None
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, or would be."""
+        return self.folder / f"step-{step:08}"
+
+    def _complete(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        paths = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(path for path in paths if (path / _STATE).is_file())
+
+    def read(self) -> dict[str, Any] | None:
+        """The state of the latest checkpoint; from here on this run is the one that wrote it. None without
+        one.
+
+        Raises UserError when it belongs to another run or cannot be read.
+        """
+        path = self.latest()
+        if path is None:
+            return None
+        try:
+            state = json.loads((path / _STATE).read_text())
+        except ValueError as error:
+            raise UserError(
+                f"{path / _STATE} is not JSON ({error}); remove {path} and start again."
+            ) from error
+        if state.get("format") != FORMAT:
+            raise UserError(f"{path} has format {state.get('format')}, not {FORMAT}; choose another folder.")
+        differing = differences(state["identity"], self.identity)
+        if differing:
+            raise UserError(
+                f"{path} belongs to another run ({'; '.join(differing[:4])}); "
+                f"choose another folder, or remove {self.folder} to start anew."
+            )
+        self.run = state["run"]
+        return dict(state)
+
+    def load_weights(self, module: nn.Module) -> None:
+        """Put the latest checkpoint's weights into the module."""
+        path = self.latest()
+        assert path is not None, "read() told whether there is a checkpoint"
+        stored = load_file(path / _WEIGHTS)
+        tensors = owned(module)
+        assert stored.keys() == tensors.keys(), "the identity includes names and shapes"
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(stored[name])
+
+    def load_rest(
+        self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler
+    ) -> None:
+        """Restore optimizer, schedule and this rank's random generators from the latest checkpoint."""
+        path = self.latest()
+        assert path is not None, "read() told whether there is a checkpoint"
+        optimizer.load_state_dict(_join(state["optimizer"], load_file(path / _OPTIMIZER)))
+        scheduler.load_state_dict(state["scheduler"])
+        random_file = path / _random_name(self.accelerator.process_index)
+        if random_file.is_file():  # otherwise the run had fewer processes
+            restore_random(load_file(random_file))
+
+    def save(
+        self,
+        step: int,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler,
+        record: Mapping[str, Any],
+        *,
+        finished: bool = False,
+    ) -> Path:
+        """Write the checkpoint of `step` unless it is there; every rank calls it.
+
+        record: the loop's own part, as JSON values.
+        """
+        final = self.path(step)
+        if (final / _STATE).is_file():
+            return final
+        partial = self.folder / f".writing-{final.name}"
+        if self.accelerator.is_main_process:
+            self._sweep()
+            partial.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        write_atomic(partial / _random_name(self.accelerator.process_index), save(random_state()))
+        if self.accelerator.is_main_process:
+            scalars, tensors = _separate(optimizer.state_dict())
+            weights = {name: _plain(tensor) for name, tensor in owned(module).items()}
+            write_atomic(partial / _WEIGHTS, save(weights))
+            write_atomic(partial / _OPTIMIZER, save(tensors))
+            state = {
+                "format": FORMAT,
+                "run": self.run,
+                "step": step,
+                "finished": finished,
+                "identity": self.identity,
+                "record": dict(record),
+                "scheduler": scheduler.state_dict(),
+                "optimizer": scalars,
+            }
+            write_json(partial / _STATE, state)
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            partial.rename(final)
+            sync_folder(self.folder)
+            for path in self._written_here()[: -self.keep]:
+                _remove(path)
+        self.accelerator.wait_for_everyone()
+        return final
+
+    def _written_here(self) -> list[Path]:
+        return [path for path in self._complete() if _run_of(path) == self.run]
+
+    def _sweep(self) -> None:
+        """Remove what a crash left half written or half removed."""
+        for pattern in (".writing-step-*", ".removing-step-*"):
+            for path in self.folder.glob(pattern):
+                shutil.rmtree(path)
+
+
+def _run_of(path: Path) -> str:
+    return str(json.loads((path / _STATE).read_text())["run"])
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint such that a crash in between leaves no half of it under its name."""
+    doomed = path.rename(path.parent / f".removing-{path.name}")
+    shutil.rmtree(doomed)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Sentences naming the leaves in which two nested mappings of JSON values differ."""
+    found = []
+    for key in [*old, *(key for key in new if key not in old)]:
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            found.append(f"{prefix}{key} was {_short(before)} and is {_short(after)}")
+    return found
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def owned(module: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds: trained parameters and persistent buffers; frozen ones can be had again."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in frozen}
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A copy on the CPU that shares no memory with another tensor."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _separate(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """An optimizer's state as JSON values and, under "index/name", tensors."""
+    scalars: dict[str, Any] = {"state": {}, "param_groups": state["param_groups"]}
+    tensors: dict[str, Tensor] = {}
+    for index, entries in state["state"].items():
+        scalars["state"][str(index)] = {k: v for k, v in entries.items() if not isinstance(v, Tensor)}
+        tensors.update({f"{index}/{k}": _plain(v) for k, v in entries.items() if isinstance(v, Tensor)})
+    return scalars, tensors
+
+
+def _join(scalars: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The inverse of `_separate`."""
+    state: dict[int, dict[str, Any]] = {int(index): dict(rest) for index, rest in scalars["state"].items()}
+    for name, tensor in tensors.items():
+        index, _, key = name.partition("/")
+        state[int(index)][key] = tensor
+    return {"state": state, "param_groups": scalars["param_groups"]}
+
+
+def _random_name(rank: int) -> str:
+    return f"random-{rank:05}.safetensors"
+
+
+def random_state() -> dict[str, Tensor]:
+    """The generators of Python, NumPy and torch (and of this process's CUDA device) as tensors."""
+    version, words, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    numpy_flags = [numpy_state["state"]["pos"], numpy_state["has_gauss"]]
+    state = {
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        "numpy_position": torch.tensor(numpy_flags, dtype=torch.int64),
+        "numpy_gauss": torch.tensor([numpy_state["gauss"]], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random(state: Mapping[str, Tensor]) -> None:
+    """The inverse of `random_state`."""
+    version, *words = state["python"].tolist()
+    gauss = state["python_gauss"].tolist()
+    random.setstate((version, tuple(words), gauss[0] if gauss else None))
+    position, has_gauss = state["numpy_position"].tolist()
+    key = state["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, position, has_gauss, state["numpy_gauss"].item()))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+class Interrupted(SystemExit):
+    """Training was asked to stop by a signal, and has saved its state; the exit code is the signal's."""
+
+
+class StopRequest:
+    """Within the context SIGTERM and SIGINT are noted instead of ending the process.
+
+    A launcher passes on what the terminal has already sent, so only a signal that comes a second later ends
+    the process.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._noted = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is None:
+            self.signal, self._noted = number, time.monotonic()
+        elif time.monotonic() - self._noted > 1:
+            self.__exit__()
+            signal.raise_signal(number)
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

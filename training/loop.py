@@ -1,0 +1,408 @@
+"""The training loop: read, step, log, evaluate, save; the same program for one process and for many.
+
+It does not know which head it trains, where features come from, what an evaluation is, or how the finished
+head is stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+
+from heads.artifact import UserError, digest
+from heads.base import DraftHead
+from training.checkpoint import CheckpointFolder, Interrupted, StopRequest, owned
+from training.features import Batch, BatchPlan, FeatureSource, read_ahead
+from training.optim import OptimSettings, build_optimizer, build_scheduler, clip_gradients
+from training.step import GradientStep, MetricSums, StepSums, Trainee, means
+from training.tracking import Display, NullDisplay, NullTracker, Tracker, open_display
+
+OnEval = Callable[[int], Mapping[str, float] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """How long, in what portions and how precisely to train.
+
+    epochs, max_steps: the smaller one ends the run; global_batch_tokens: most positions of one step over all
+    processes; max_length: documents are cut there; accumulation: micro-batches per process and step;
+    mixed_precision: "no" or "bf16" (fp32 weights and optimizer either way); device: "auto" or "cpu";
+    save_every and eval_every in steps, 0 for never; keep: checkpoints that stay; read_ahead: micro-batches
+    read in the background.
+    """
+
+    epochs: int = 1
+    max_steps: int | None = None
+    global_batch_tokens: int = 8192
+    max_length: int | None = 2048
+    accumulation: int = 1
+    mixed_precision: str = "no"
+    seed: int = 0
+    device: str = "auto"
+    save_every: int = 200
+    keep: int = 2
+    log_every: int = 10
+    eval_every: int = 0
+    read_ahead: int = 2
+    optim: OptimSettings = field(default_factory=OptimSettings)
+
+    def __post_init__(self) -> None:
+        if self.mixed_precision not in ("no", "bf16"):
+            raise UserError(f"mixed_precision={self.mixed_precision} is not supported; choose no or bf16.")
+        if self.device not in ("auto", "cpu"):
+            raise UserError(f"device={self.device} is not supported; choose auto or cpu.")
+        least = {"epochs": 1, "accumulation": 1, "keep": 1, "log_every": 1, "max_steps": 1} | {
+            "save_every": 0,
+            "eval_every": 0,
+            "read_ahead": 0,
+        }
+        for name, value in asdict(self).items():
+            if name in least and value is not None and value < least[name]:
+                raise UserError(f"{name}={value} is not possible; give at least {least[name]}.")
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide which weights come out; the others may change when a run continues."""
+        free = {"accumulation", "device", "save_every", "keep", "log_every", "eval_every", "read_ahead"}
+        return {name: value for name, value in asdict(self).items() if name not in free}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a run came to.
+
+    loss and metrics (one value per depth) are means over the last logged window; seconds and
+    tokens_per_second count the steps of all sessions, without evaluations and checkpoints; skipped_steps had
+    nothing supervised.
+    """
+
+    steps: int
+    epochs: float
+    loss: float
+    metrics: dict[str, list[float]]
+    seconds: float
+    tokens: int
+    tokens_per_second: float
+    skipped_steps: int
+    truncated_documents: int
+    checkpoint: str
+    resumed_from: int | None
+
+
+def train(
+    head: DraftHead,
+    source: FeatureSource,
+    settings: TrainSettings,
+    *,
+    folder: str | Path,
+    tracker: Tracker | None = None,
+    on_eval: OnEval | None = None,
+    identity: Mapping[str, Any] | None = None,
+    stream: TextIO = sys.stderr,
+) -> TrainResult:
+    """Train `head` in place on the documents of `source`, continuing from `folder/checkpoints` where there
+    are any.
+
+    on_eval(step): called on the main process every eval_every steps, its numbers are logged as `eval/…`;
+    identity: what else makes two runs the same (target fingerprint, config); stream: where progress is shown.
+    What the head borrows of the target must lie on `open_accelerator(settings).device`.
+    Raises UserError for a checkpoint of another run and for a loss that is not finite, Interrupted (a
+    SystemExit) after SIGTERM or SIGINT; the state is saved in both of the latter cases.
+    """
+    run = _Run(head, source, settings, Path(folder), identity or {})
+    state = run.checkpoints.read()
+    if state is not None:
+        run.checkpoints.load_weights(head)
+        if state["finished"]:
+            return TrainResult(**state["record"]["result"])
+    run.prepare(state)
+    if run.main:
+        run.tracker = tracker or NullTracker()
+        run.display = open_display(stream, run.total, run.at.step, settings.log_every)
+    result = None
+    try:
+        run.tracker.open(step=run.at.step, run_id=run.at.tracker_run, config=run.checkpoints.identity)
+        with _deterministic(run.accelerator.device), StopRequest() as request:
+            result = run.go(request, on_eval)
+    finally:
+        run.display.close()
+        run.tracker.close(finished=result is not None)
+    if result is None or request.signal is not None:
+        number = request.signal or signal.SIGTERM  # another rank may be the one that was asked
+        if run.main:
+            stream.write(
+                f"Stopped by {signal.Signals(number).name} after step {run.at.step} of {run.total}; run the same "
+                f"command again to continue from {run.checkpoints.latest()}.\n"
+            )
+        raise Interrupted(128 + number)
+    return result
+
+
+def open_accelerator(settings: TrainSettings) -> Accelerator:
+    """Accelerate as this loop uses it. Autocast is ours, so that two runs of one process may differ in
+    precision.
+    """
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return Accelerator(mixed_precision="no", cpu=settings.device == "cpu", kwargs_handlers=[ddp])
+
+
+def describe_head(head: DraftHead) -> dict[str, Any]:
+    """What makes two heads the same before training: class, arguments, vocabulary, names and shapes."""
+    return {
+        "class": f"{type(head).__module__}.{type(head).__qualname__}",
+        "arguments": head.arguments,
+        "vocabulary": digest(head.vocab.ids_W.tolist()),
+        "tensors": {name: list(tensor.shape) for name, tensor in owned(head).items()},
+    }
+
+
+@contextlib.contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """On the CPU, the same sums in the same order each time: some of its scatter kernels race between
+    threads.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill: Any = torch.utils.deterministic
+    before = fill.fill_uninitialized_memory
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        fill.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn)
+        fill.fill_uninitialized_memory = before
+
+
+@dataclass
+class _Position:
+    """How far the run is, as JSON values: the loop's own part of a checkpoint."""
+
+    step: int = 0  # steps behind it
+    epoch: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    window: dict[str, float] = field(default_factory=dict)  # global sums since the last log line
+    metrics: dict[str, Any] = field(default_factory=dict)  # per-depth sums since then
+    latest: dict[str, float] = field(default_factory=dict)  # the last log line
+    tracker_run: str | None = None
+    result: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One global batch and where it lies."""
+
+    number: int
+    epoch: float  # position after it
+    batch: Batch
+
+
+class _Run:
+    """Everything that one call of `train` holds."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        source: FeatureSource,
+        settings: TrainSettings,
+        folder: Path,
+        identity: Mapping[str, Any],
+    ) -> None:
+        self.head, self.source, self.settings = head, source, settings
+        self.accelerator = open_accelerator(settings)
+        self.main: bool = self.accelerator.is_main_process
+        self.plan = BatchPlan(
+            source.documents, settings.global_batch_tokens, settings.seed, settings.max_length
+        )
+        self.sizes = self.plan.sizes(settings.epochs, settings.max_steps)
+        self.total = sum(self.sizes)
+        head.to(self.accelerator.device).train()
+        for parameter in head.parameters():
+            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
+        data = {"documents": len(self.plan.documents), "fingerprint": self.plan.fingerprint}
+        self.checkpoints = CheckpointFolder(
+            folder / "checkpoints",
+            identity={"head": describe_head(head), "settings": settings.identity(), "data": data, **identity},
+            keep=settings.keep,
+            accelerator=self.accelerator,
+        )
+        self.tracker: Tracker = NullTracker()
+        self.display: Display = NullDisplay()
+        self.at = _Position()
+        self.metrics = MetricSums()
+        self.resumed_from: int | None = None
+
+    def prepare(self, state: dict[str, Any] | None) -> None:
+        """Optimizer, schedule and wrapper, then the stored state where there is one."""
+        settings = self.settings
+        trainee = Trainee(
+            self.head, bf16=settings.mixed_precision == "bf16", distributed=self.accelerator.num_processes > 1
+        )
+        optimizer = build_optimizer(self.head, settings.optim)
+        self.scheduler = build_scheduler(optimizer, settings.optim, self.total)
+        model, self.optimizer = self.accelerator.prepare(trainee, optimizer)
+        self.gradient = GradientStep(self.accelerator, model, trainee.trainable, settings.seed)
+        if state is not None:
+            self.checkpoints.load_rest(state, self.optimizer, self.scheduler)
+            self.at = _Position(**state["record"])
+            self.metrics.add(self.at.metrics if self.main else {})
+            self.resumed_from = self.at.step
+
+    def go(self, request: StopRequest, on_eval: OnEval | None) -> TrainResult | None:
+        """All steps that are left; None when a signal ended them before the last one."""
+        settings, at = self.settings, self.at
+        micro_batches = read_ahead(self._parts(), partial(self.plan.load, self.source), settings.read_ahead)
+        with contextlib.closing(micro_batches):
+            for step in self._steps(at.step):
+                began = time.monotonic()
+                sums = self.gradient(
+                    step.number,
+                    micro_batches,
+                    settings.accumulation,
+                    self.metrics,
+                    request.signal is not None,
+                )
+                norm = self._apply(step, sums)
+                self._count(step, sums, time.monotonic() - began)
+                last = at.step == self.total
+                if last or at.step % settings.log_every == 0:
+                    self._log(norm)
+                    self.display.update(at.step, at.latest)
+                elif sums.count:
+                    self.display.update(at.step, {**at.latest, "loss": sums.loss / sums.count})
+                if on_eval is not None and settings.eval_every and at.step % settings.eval_every == 0:
+                    self._evaluate(on_eval)
+                if not last and (sums.stop or (settings.save_every and at.step % settings.save_every == 0)):
+                    self.save()
+                if not last and sums.stop:
+                    return None
+        result = self._result()
+        at.result = asdict(result)
+        self.save(finished=True)
+        return result
+
+    def _steps(self, start: int) -> Iterator[_Step]:
+        """The global batches from step `start` on."""
+        first = 0
+        for epoch, size in enumerate(self.sizes):
+            if first + size > start:
+                batches = self.plan.epoch(epoch)
+                for index in range(max(0, start - first), size):
+                    yield _Step(first + index, epoch + (index + 1) / len(batches), batches[index])
+            first += size
+
+    def _parts(self) -> Iterator[Batch]:
+        """This rank's micro-batches in their order."""
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        for step in self._steps(self.at.step):
+            yield from self.plan.split(step.batch, world * self.settings.accumulation)[rank::world]
+
+    def _apply(self, step: _Step, sums: StepSums) -> float:
+        """Let the gradient move the weights; returns its norm before clipping.
+
+        A step without a supervised position moves the schedule only.
+        """
+        norm = 0.0
+        if not math.isfinite(sums.loss):
+            self._stop(step, f"the loss is {sums.loss}")
+        if sums.count:
+            norm = clip_gradients(self.gradient.trainable, self.settings.optim)
+            if not math.isfinite(norm):
+                self._stop(step, f"the norm of the gradient is {norm}")
+            self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _stop(self, step: _Step, what: str) -> NoReturn:
+        """End the run before the weights take harm."""
+        path = self.save()
+        ids = [ref.id for ref in step.batch]
+        more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
+        raise UserError(
+            f"Step {step.number + 1}: {what} on the documents {', '.join(ids[:8])}{more}; the state from before it is "
+            f"in {path}; lower optim.lr (now {self.settings.optim.lr}) or leave these documents out, and train into "
+            f"another folder."
+        )
+
+    def _count(self, step: _Step, sums: StepSums, seconds: float) -> None:
+        at = self.at
+        at.step, at.epoch = step.number + 1, step.epoch
+        at.tokens += sums.tokens
+        at.seconds += seconds
+        at.skipped += not sums.count
+        more = {"loss": sums.loss, "count": sums.count, "tokens": sums.tokens, "seconds": seconds}
+        at.window = {name: at.window.get(name, 0.0) + value for name, value in more.items()}
+
+    def _log(self, norm: float) -> None:
+        """Write the means since the last line, and begin anew."""
+        at, window = self.at, self.at.window
+        numbers: dict[str, float] = {"epoch": at.epoch}
+        if window["count"]:
+            numbers["loss"] = window["loss"] / window["count"]
+        for name, values in means(self.metrics.gather(keep=False)).items():
+            numbers.update({f"{name}/{depth}": value for depth, value in enumerate(values, 1)})
+        numbers |= {
+            "lr": float(self.scheduler.get_last_lr()[0]),
+            "grad_norm": norm,
+            "tokens": at.tokens,
+            "skipped_steps": at.skipped,
+            "seconds": at.seconds,
+            "tokens_per_second": window["tokens"] / max(window["seconds"], 1e-9),
+        }
+        at.latest, at.window = numbers, {}
+        self.tracker.log(at.step, numbers)
+
+    def _evaluate(self, on_eval: OnEval) -> None:
+        """Call `on_eval` on the main process while the others wait."""
+        if self.main:
+            self.head.eval()
+            with torch.no_grad():
+                numbers = on_eval(self.at.step) or {}
+            self.head.train()
+            self.tracker.log(self.at.step, {f"eval/{name}": value for name, value in numbers.items()})
+        self.accelerator.wait_for_everyone()
+
+    def save(self, *, finished: bool = False) -> Path:
+        """Write a checkpoint of the state between two steps."""
+        self.tracker.sync()
+        self.metrics.gather(keep=self.main)
+        self.at.metrics, self.at.tracker_run = self.metrics.sums, self.tracker.run_id
+        return self.checkpoints.save(
+            self.at.step, self.head, self.optimizer, self.scheduler, asdict(self.at), finished=finished
+        )
+
+    def _result(self) -> TrainResult:
+        at = self.at
+        metrics: dict[str, list[float]] = {}
+        for name, value in at.latest.items():
+            metric, slash, _ = name.partition("/")
+            if slash:
+                metrics.setdefault(metric, []).append(value)
+        return TrainResult(
+            steps=at.step,
+            epochs=at.epoch,
+            loss=at.latest.get("loss", math.nan),
+            metrics=metrics,
+            seconds=at.seconds,
+            tokens=at.tokens,
+            tokens_per_second=at.tokens / max(at.seconds, 1e-9),
+            skipped_steps=at.skipped,
+            truncated_documents=self.plan.truncated,
+            checkpoint=str(self.checkpoints.path(at.step)),
+            resumed_from=self.resumed_from,
+        )

@@ -1,0 +1,133 @@
+"""What moves the weights: parameter groups, the optimizer, the learning-rate schedule, clipping.
+
+It does not know the loop, the data or which head the parameters belong to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from heads.artifact import UserError
+
+OPTIMIZERS = ("adamw",)
+# Our names, and those of transformers.get_scheduler (whose "constant" would ignore the warm-up).
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSettings:
+    """Everything between a gradient and the next weights.
+
+    lr_multipliers: prefix of a parameter's name -> factor on lr (the longest prefix wins; 0 freezes);
+    warmup_share: share of all steps in which lr rises from 0; clip_norm, clip_value: None leaves gradients
+    as they are.
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    lr_multipliers: Mapping[str, float] = field(default_factory=dict)
+    schedule: str = "cosine"
+    warmup_share: float = 0.03
+    clip_norm: float | None = 1.0
+    clip_value: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise UserError(f"optim.name={self.name} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
+        if self.schedule not in SCHEDULES:
+            raise UserError(
+                f"optim.schedule={self.schedule} is unknown; choose one of {', '.join(SCHEDULES)}."
+            )
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise UserError(f"optim.lr={self.lr} must be a positive number; 1e-3 is a good start.")
+        if not 0 <= self.warmup_share < 1:
+            raise UserError(f"optim.warmup_share={self.warmup_share} must be at least 0 and less than 1.")
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise UserError(
+                "optim.clip_norm and optim.clip_value exclude each other; set one of them to null."
+            )
+
+
+def parameter_groups(module: nn.Module, settings: OptimSettings) -> list[dict[str, object]]:
+    """Trainable parameters in groups of equal rate and decay, in the module's order.
+
+    No weight decay on norms, biases and other vectors. Raises UserError when a prefix of lr_multipliers fits
+    no parameter or when nothing is left to train.
+    """
+    groups: dict[tuple[float, bool], list[Tensor]] = {}
+    used: set[str] = set()
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        prefixes = [prefix for prefix in settings.lr_multipliers if name.startswith(prefix)]
+        used.update(prefixes)
+        factor = settings.lr_multipliers[max(prefixes, key=len)] if prefixes else 1.0
+        groups.setdefault((factor, _decays(name, parameter)), []).append(parameter)
+    unused = sorted(set(settings.lr_multipliers) - used)
+    if unused:
+        names = ", ".join(sorted({name.split(".")[0] for name, _ in module.named_parameters()}))
+        raise UserError(f"optim.lr_multipliers names {unused[0]!r}, but parameters begin with: {names}.")
+    if not groups:
+        raise UserError("The head has no trainable parameter; leave some of it unfrozen.")
+    return [
+        {
+            "params": parameters,
+            "lr": settings.lr * factor,
+            "weight_decay": settings.weight_decay if decays else 0.0,
+        }
+        for (factor, decays), parameters in groups.items()
+    ]
+
+
+def _decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay makes sense: matrices that are not part of a norm."""
+    owner, _, leaf = name.rpartition(".")
+    return parameter.ndim >= 2 and leaf != "bias" and "norm" not in owner.rpartition(".")[2].lower()
+
+
+def build_optimizer(module: nn.Module, settings: OptimSettings) -> torch.optim.Optimizer:
+    """The optimizer over the module's trainable parameters."""
+    return torch.optim.AdamW(parameter_groups(module, settings), betas=settings.betas, eps=settings.eps)
+
+
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, settings: OptimSettings, total_steps: int
+) -> LRScheduler:
+    """Warm-up, then the named schedule down to the last of `total_steps`."""
+    from transformers import get_scheduler  # slow to import, and needed only when training begins
+
+    scheduler: LRScheduler = get_scheduler(
+        SCHEDULES[settings.schedule],
+        optimizer=optimizer,
+        num_warmup_steps=round(settings.warmup_share * total_steps),
+        num_training_steps=total_steps,
+    )
+    return scheduler
+
+
+def clip_gradients(parameters: Iterable[Tensor], settings: OptimSettings) -> float:
+    """Clip by norm or by value in place; returns the norm before clipping, which may be infinite or nan.
+
+    Gradients whose norm is not finite are left as they are.
+    """
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(
+        [parameter.grad for parameter in with_grad if parameter.grad is not None]
+    )
+    value = float(norm)
+    if not math.isfinite(value):
+        return value
+    if settings.clip_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(with_grad, settings.clip_norm, norm)
+    if settings.clip_value is not None:
+        torch.nn.utils.clip_grad_value_(with_grad, settings.clip_value)
+    return value

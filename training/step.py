@@ -1,0 +1,172 @@
+"""The gradient of one global batch: micro-batches through the head, sums over ranks, one division by the
+count.
+
+It does not know the optimizer, how many steps there are, or what becomes of the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+
+from heads.base import DraftHead, LossSums, TargetFeatures
+
+DepthSums = tuple[list[float], list[float]]
+
+
+class Trainee(nn.Module):
+    """What accelerate wraps: the head in its precision, and a loss that reaches every parameter.
+
+    A distributed wrapper waits for the gradient of each parameter on every rank, also where a rank has no
+    document.
+    """
+
+    def __init__(self, head: DraftHead, *, bf16: bool, distributed: bool) -> None:
+        super().__init__()
+        self.head = head
+        self.bf16 = bf16
+        self.distributed = distributed
+        self.trainable = [parameter for parameter in head.parameters() if parameter.requires_grad]
+
+    def forward(self, features: TargetFeatures | None) -> LossSums:
+        sums = self._sums(features)
+        if not self.distributed:
+            return sums
+        nothing = torch.stack([parameter.reshape(-1)[0] for parameter in self.trainable]).sum() * 0
+        return replace(sums, loss=sums.loss + nothing)
+
+    def _sums(self, features: TargetFeatures | None) -> LossSums:
+        first = self.trainable[0]
+        if features is None:
+            return LossSums(first.new_zeros(()), first.new_zeros(()))
+        features = features.to(first.device)
+        if self.bf16:
+            with torch.autocast(first.device.type, dtype=torch.bfloat16):
+                sums: LossSums = self.head(features)
+            return sums
+        taps_TE, last_TD = features.taps_TE.to(first.dtype), features.last_TD.to(first.dtype)
+        sums = self.head(replace(features, taps_TE=taps_TE, last_TD=last_TD))
+        return sums
+
+
+@dataclass
+class MetricSums:
+    """Per-depth sums and counts under their names."""
+
+    sums: dict[str, DepthSums] = field(default_factory=dict)
+
+    def add(self, more: Mapping[str, DepthSums]) -> None:
+        for name, (totals, counts) in more.items():
+            old_totals, old_counts = self.sums.get(name, ([0.0] * len(totals), [0.0] * len(counts)))
+            self.sums[name] = (
+                [a + b for a, b in zip(old_totals, totals, strict=True)],
+                [a + b for a, b in zip(old_counts, counts, strict=True)],
+            )
+
+    def gather(self, *, keep: bool) -> dict[str, DepthSums]:
+        """The sums over all ranks; afterwards only a rank that is to `keep` them holds them."""
+        everyone = MetricSums()
+        for sums in gather_object([self.sums]):
+            everyone.add(sums)
+        self.sums = dict(everyone.sums) if keep else {}
+        return everyone.sums
+
+
+def means(sums: Mapping[str, DepthSums]) -> dict[str, list[float]]:
+    """Sum over count at each depth; nan where nothing was counted."""
+    return {
+        name: [total / count if count else math.nan for total, count in zip(totals, counts, strict=True)]
+        for name, (totals, counts) in sums.items()
+    }
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Loss, count and positions of one global batch over all ranks, and whether any rank was asked to
+    stop.
+    """
+
+    loss: float
+    count: float
+    tokens: int
+    stop: bool
+
+
+class GradientStep:
+    """Leaves in the parameters' `.grad` the gradient of the mean loss over one global batch."""
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, trainable: Sequence[nn.Parameter], seed: int
+    ) -> None:
+        self.accelerator = accelerator
+        self.model = model
+        self.trainable = trainable
+        self.seed = seed
+
+    def __call__(
+        self,
+        step: int,
+        micro_batches: Iterable[TargetFeatures | None],
+        count: int,
+        metrics: MetricSums,
+        stop: bool,
+    ) -> StepSums:
+        """Take `count` micro-batches, add what they report to `metrics`, and reduce everything else over the
+        ranks.
+
+        With a count of zero supervised positions in all, the gradient is left undefined.
+        """
+        outputs: list[LossSums] = []
+        tokens = 0
+        for index, features in zip(range(count), micro_batches, strict=False):
+            part = index * self.accelerator.num_processes + self.accelerator.process_index
+            torch.manual_seed(seed_of(self.seed, step, part))
+            last = index == count - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+                sums: LossSums = self.model(features)
+                if sums.loss.requires_grad:
+                    self.accelerator.backward(sums.loss)
+            outputs.append(replace(sums, loss=sums.loss.detach()))
+            tokens += len(features.ids_T) if features is not None else 0
+        for sums in outputs:
+            metrics.add({name: (a.tolist(), b.tolist()) for name, (a, b) in sums.metrics.items()})
+        loss, positions = (
+            sum(float(sums.loss) for sums in outputs),
+            sum(float(sums.count) for sums in outputs),
+        )
+        reduced = self._reduce(StepSums(loss, positions, tokens, stop))
+        if reduced.count:
+            self._divide(reduced.count)
+        return reduced
+
+    def _reduce(self, sums: StepSums) -> StepSums:
+        if self.accelerator.num_processes == 1:
+            return sums
+        values = torch.tensor(
+            [sums.loss, sums.count, sums.tokens, sums.stop],
+            dtype=torch.float64,
+            device=self.accelerator.device,
+        )
+        loss, count, tokens, stop = self.accelerator.reduce(values, reduction="sum").tolist()
+        return StepSums(loss, count, int(tokens), stop > 0)
+
+    def _divide(self, count: float) -> None:
+        """Turn raw sums into the mean; a distributed wrapper has already divided by the number of ranks."""
+        for parameter in self.trainable:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in self.trainable if parameter.grad is not None]
+        torch._foreach_mul_(gradients, self.accelerator.num_processes / count)
+
+
+def seed_of(seed: int, step: int, part: int) -> int:
+    """The seed of one micro-batch: the same however micro-batches are spread over processes."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{part}".encode()).digest()[:7], "big")
