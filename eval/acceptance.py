@@ -13,8 +13,9 @@ How rounds enter, exactly:
   they are, and S(k) takes it as right-censored (product-limit estimator): at risk at depth k only up to its
   last examined position. Without cut rounds S(k) is simply the share of rounds with k acceptances. Cut rounds
   are also counted apart (`rounds_cut`), and the two naive means stand beside τ.
-* A proposal shorter than γ (prompt lookup), or none, is a round that ends where it ends. What was not proposed
-  is not accepted in S(k) and τ, and not examined in α and α_k; the formula is averaged over proposed lengths.
+* A proposal shorter than γ (prompt lookup), or none, is a round that ends where it ends. What was not
+  proposed is not accepted in S(k) and τ, and not examined in α and α_k; the formula is averaged over the
+  proposed lengths.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def is_looping(trace: RequestTrace) -> bool:
 
 
 def requests_for_width(estimate: Estimate, *, requests: int, width: float) -> int | None:
-    """Requests needed for an interval this wide in all, if they vary like the measured ones (width ~ 1/√n)."""
+    """Requests needed for an interval this wide in all, if requests vary as measured (width ~ 1/√n)."""
     if estimate.low is None or estimate.high is None:
         return None
     return math.ceil(requests * ((estimate.high - estimate.low) / width) ** 2)

@@ -8,6 +8,7 @@ that sums per request are all it needs. This module does not know what is being 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -18,7 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-MIN_CLUSTERS = 5  # below, a resample holds too few distinct requests: no interval rather than a wrong one
+MIN_CLUSTERS = 8  # below, a resample holds too few distinct requests: no interval rather than a wrong one
 _CELLS = 4_000_000  # weights held at once
 
 
@@ -26,9 +27,10 @@ def expanded_level(clusters: int) -> float:
     """The percentile level whose interval is as wide as Student's with unbiased variance.
 
     The plain percentile interval is narrow by √((n − 1)/n) and uses normal quantiles; with few requests this
-    costs several points of coverage. Asking the percentile method for a higher level corrects both
-    (Hesterberg 2015, "expanded percentile"). BCa was not chosen: it is undefined where no resample differs
-    (α = 1, or no acceptance at all), and the skew it corrects is small for ratios of sums.
+    costs several points of coverage (simulated, 12 requests: 92 % instead of 95 %). Asking the percentile
+    method for a higher level corrects both (Hesterberg 2015, "expanded percentile"). BCa was not chosen: it
+    covered no better in the same simulations, and is undefined where no resample differs (α = 1, or no
+    acceptance at all).
     """
     tail = (1 - CONFIDENCE) / 2
     student = math.sqrt(clusters / (clusters - 1)) * stats.t.ppf(tail, clusters - 1)
@@ -58,15 +60,19 @@ def cluster_intervals(
         weights_BR = np.bincount(cell.ravel(), minlength=batch * clusters).reshape(batch, clusters)
         return statistic(weights_BR.astype(np.float64)).T
 
-    bound = stats.bootstrap(
-        (np.arange(clusters),),
-        from_indices,
-        paired=False,
-        vectorized=True,
-        n_resamples=resamples,
-        batch=max(1, _CELLS // clusters),
-        confidence_level=expanded_level(clusters),
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", stats.DegenerateDataWarning
+        )  # what it warns of is NaN, and is returned
+        bound = stats.bootstrap(
+            (np.arange(clusters),),
+            from_indices,
+            paired=False,
+            vectorized=True,
+            n_resamples=resamples,
+            batch=max(1, _CELLS // clusters),
+            confidence_level=expanded_level(clusters),
+            method="percentile",
+            rng=np.random.default_rng(seed),
+        ).confidence_interval
     return np.ravel(bound.low), np.ravel(bound.high)

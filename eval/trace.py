@@ -56,7 +56,7 @@ class Round:
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """One request, decoded. `tokens`: the generated text, end token included when emitted, without the prompt."""
+    """One request, decoded. `tokens`: the generated text without the prompt, end token included."""
 
     request_id: str
     slice: str

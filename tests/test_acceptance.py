@@ -1,0 +1,409 @@
+"""The numbers against hand-computed cases and against simulations whose truth is known."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+
+import numpy as np
+import pytest
+from scipy import stats
+from simulated_traces import (
+    clustered_requests,
+    correlated_text,
+    iid_rounds,
+    plain_of,
+    trace_of,
+    walk_text,
+)
+
+from eval.acceptance import (
+    DEFINITIONS,
+    Estimate,
+    Measurement,
+    formula_tokens_per_round,
+    is_looping,
+    measure,
+    requests_for_width,
+    vllm_counters,
+)
+from eval.bootstrap import MIN_CLUSTERS
+from eval.trace import RequestTrace, Round, dump_traces, parse_traces
+
+
+def values(estimates: list[Estimate]) -> list[float | None]:
+    return [e.value for e in estimates]
+
+
+# By hand
+
+
+def test_hand_computed_case() -> None:
+    """Three rounds at γ 3 with 3, 1 and 0 acceptances: 4 accepted, 2 rejected, 7 tokens."""
+    m = measure([trace_of([Round(3, 3), Round(3, 1), Round(3, 0)])], gamma=3)
+    assert (m.rounds, m.rounds_cut, m.proposed, m.examined, m.accepted, m.tokens) == (3, 0, 9, 6, 4, 8)
+    assert m.alpha.value == pytest.approx(4 / 6)
+    assert values(m.alpha_by_position) == pytest.approx([2 / 3, 1 / 2, 1 / 1])
+    assert values(m.survival) == pytest.approx([2 / 3, 1 / 3, 1 / 3])
+    assert m.tokens_per_round.value == pytest.approx(7 / 3)
+    assert m.tokens_per_round_uncut == pytest.approx(7 / 3) == m.tokens_per_round_text
+    a = 4 / 6
+    assert m.expected_tokens_per_round.value == pytest.approx((1 - a**4) / (1 - a))
+    assert m.formula_gap.value == pytest.approx((1 - a**4) / (1 - a) / (7 / 3) - 1)
+    assert m.alpha_expected is None and m.speedup is None
+
+
+def test_cut_round_is_censored_at_its_last_examined_position() -> None:
+    """The text ends behind two accepted drafts of three: two examined, none rejected, no own token."""
+    last = Round(3, 2, cut=True)
+    assert (last.examined, last.emitted) == (2, 2)
+    m = measure([trace_of([Round(3, 3), Round(3, 2), Round(3, 0), last])], gamma=3)
+    assert (m.rounds, m.rounds_cut, m.examined, m.accepted) == (4, 1, 3 + 3 + 1 + 2, 7)
+    assert m.alpha.value == pytest.approx(7 / 9)
+    assert values(m.alpha_by_position) == pytest.approx(
+        [3 / 4, 3 / 3, 1 / 2]
+    )  # depth 3: the cut round unseen
+    assert values(m.survival) == pytest.approx([3 / 4, 3 / 4, 3 / 8])
+    assert m.tokens_per_round.value == pytest.approx(1 + 3 / 4 + 3 / 4 + 3 / 8)
+    assert m.tokens_per_round_uncut == pytest.approx((4 + 3 + 1) / 3)
+    assert m.tokens_per_round_text == pytest.approx((4 + 3 + 1 + 2) / 4)
+
+
+def test_round_cut_behind_its_whole_proposal_loses_only_the_own_token() -> None:
+    m = measure([trace_of([Round(2, 0), Round(2, 2, cut=True)])], gamma=2)
+    assert m.alpha.value == pytest.approx(2 / 3)
+    assert values(m.survival) == pytest.approx([1 / 2, 1 / 2])
+    assert m.tokens_per_round.value == pytest.approx(2.0)
+
+
+def test_end_token_as_own_token_is_a_complete_round() -> None:
+    done = Round(4, 1)
+    m = measure([trace_of([done], finish="stop")], gamma=4)
+    assert (m.rounds_cut, m.examined, m.accepted) == (0, 2, 1)
+
+
+def test_variable_proposals_as_of_prompt_lookup() -> None:
+    """Lengths 0, 2, 3 at γ 3: what was not proposed is not accepted, and not examined."""
+    m = measure([trace_of([Round(0, 0), Round(2, 2), Round(3, 1)])], gamma=3)
+    assert m.alpha.value == pytest.approx(3 / 4)
+    assert values(m.alpha_by_position)[:2] == pytest.approx([1.0, 1 / 2])
+    assert m.alpha_by_position[2].value is None  # nobody was examined at depth 3
+    assert values(m.survival) == pytest.approx([2 / 3, 1 / 3, 0])
+    assert m.tokens_per_round.value == pytest.approx((1 + 3 + 2) / 3)
+    expected = (1 + formula_tokens_per_round(0.75, 2) + formula_tokens_per_round(0.75, 3)) / 3
+    assert m.expected_tokens_per_round.value == pytest.approx(expected)
+
+
+def test_plain_decoding_and_nothing_at_all() -> None:
+    plain = measure([plain_of(trace_of([Round(4, 2)]))], gamma=0)
+    assert plain.alpha == Estimate(None) and plain.formula_gap == Estimate(None)
+    assert plain.tokens_per_round.value == 1.0 and plain.survival == []
+    never = measure([trace_of([Round(0, 0)] * 3)], gamma=2)  # a proposer that never finds anything
+    assert never.alpha.value is None and never.tokens_per_round.value == 1.0
+    empty = measure([], gamma=2)
+    assert empty.alpha.value is None and empty.tokens_per_round.value is None
+    assert len(empty.survival) == 2 and empty.requests == 0
+    at_once = measure([RequestTrace("r", "chat", 3, [2], [], "stop", 0.1)], gamma=2)
+    assert at_once.tokens_per_round.value is None and at_once.tokens == 1
+
+
+def test_all_accepted_is_the_limit_of_the_formula() -> None:
+    traces = [trace_of([Round(4, 4)] * 5, request_id=f"r{i}") for i in range(MIN_CLUSTERS)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        m = measure(traces, gamma=4)
+    assert m.alpha == Estimate(1.0, 1.0, 1.0)
+    assert (
+        m.tokens_per_round.value
+        == 5.0
+        == m.expected_tokens_per_round.value
+        == formula_tokens_per_round(1.0, 4)
+    )
+    assert m.formula_gap == Estimate(0.0, 0.0, 0.0)
+
+
+def test_formula_is_the_closed_form() -> None:
+    for alpha in (0.0, 0.1, 0.6, 0.999):
+        for gamma in (0, 1, 4, 16):
+            closed = (1 - alpha ** (gamma + 1)) / (1 - alpha)
+            assert formula_tokens_per_round(alpha, gamma) == pytest.approx(closed)
+
+
+def test_micro_and_macro_differ_when_requests_differ_in_length() -> None:
+    long, short = trace_of([Round(1, 1)] * 9, request_id="a"), trace_of([Round(1, 0)], request_id="b")
+    m = measure([long, short], gamma=1)
+    assert m.alpha.value == pytest.approx(0.9) and m.alpha_macro.value == pytest.approx(0.5)
+    assert m.tokens_per_round.value == pytest.approx(1.9)
+    assert m.tokens_per_round_macro.value == pytest.approx(1.5)
+
+
+def test_expected_acceptance_pools_over_examined_positions() -> None:
+    rounds = [Round(2, 1, beta=(0.8, 0.4)), Round(2, 0, beta=(0.3,)), Round(2, 1, cut=True, beta=(0.9,))]
+    m = measure([trace_of(rounds)], gamma=2)
+    assert m.alpha_expected is not None and m.alpha_expected.value == pytest.approx(2.4 / 4)
+    with pytest.raises(AssertionError, match="one beta per examined position"):
+        Round(2, 1, beta=(0.8,))
+
+
+def test_speedup_is_the_ratio_of_summed_seconds_at_equal_texts() -> None:
+    drafted = [trace_of([Round(4, 3)] * 3, request_id=f"r{i}", seconds=1.0 + i) for i in range(10)]
+    plain = [
+        RequestTrace(
+            t.request_id, t.slice, 12, t.tokens, [Round(0, 0)] * (len(t.tokens) - 1), "length", 2.0 + i
+        )
+        for i, t in enumerate(drafted)
+    ]
+    m = measure(drafted, gamma=4, plain=plain)
+    assert m.speedup is not None and m.speedup.value == pytest.approx(65 / 55)
+    assert m.speedup.low is not None and m.speedup.low < 65 / 55 < m.speedup.high
+    assert (m.paired_requests, m.paired_equal_texts) == (10, 10)
+
+
+def test_speedup_compares_rates_where_texts_differ_in_length() -> None:
+    drafted = trace_of([Round(4, 4)] * 2, seconds=1.0)  # 11 tokens in 1 s
+    plain = plain_of(trace_of([Round(0, 0)] * 4))  # 5 tokens, in 0.1 s
+    m = measure([drafted], gamma=4, plain=[plain])
+    assert m.speedup is not None and m.speedup.value == pytest.approx((11 / 1.0) / (5 / 0.1))
+    assert m.paired_equal_texts == 0
+
+
+def test_only_requests_decoded_both_ways_enter_the_speedup() -> None:
+    a, b = (
+        trace_of([Round(2, 2)], request_id="a", seconds=1.0),
+        trace_of([Round(2, 2)], request_id="b", seconds=99.0),
+    )
+    m = measure([a, b], gamma=2, plain=[plain_of(a)])
+    assert m.paired_requests == 1 and m.speedup is not None
+    assert m.speedup.value == pytest.approx(plain_of(a).seconds / 1.0)
+
+
+def test_too_few_requests_give_no_interval_rather_than_a_wrong_one() -> None:
+    rng = np.random.default_rng(0)
+    for count in (1, MIN_CLUSTERS - 1, MIN_CLUSTERS):
+        m = measure(
+            list(clustered_requests(rng, requests=count, rounds=20, gamma=4, shape=(6, 4))),
+            gamma=4,
+            resamples=200,
+        )
+        assert m.alpha.value is not None
+        assert (m.alpha.low is not None) == (count == MIN_CLUSTERS)
+
+
+def test_interval_is_null_where_a_resample_leaves_the_number_undefined() -> None:
+    """One request of ten proposes anything: α has a value but a tenth of the resamples none."""
+    traces = [trace_of([Round(0, 0)] * 4, request_id=f"r{i}") for i in range(9)]
+    m = measure([*traces, trace_of([Round(2, 1)] * 4, request_id="r9")], gamma=2)
+    assert m.alpha.value == pytest.approx(0.5) and m.alpha.low is None
+    assert m.tokens_per_round.low is not None
+
+
+def test_gamma_must_hold_the_longest_proposal() -> None:
+    with pytest.raises(ValueError, match="gamma=2"):
+        measure([trace_of([Round(3, 1)])], gamma=2)
+
+
+def test_intervals_are_reproducible_and_ordered() -> None:
+    traces = list(clustered_requests(np.random.default_rng(5), requests=20, rounds=20, gamma=4, shape=(6, 4)))
+    first, second = measure(traces, gamma=4, seed=3), measure(traces, gamma=4, seed=3)
+    assert first == second != measure(traces, gamma=4, seed=4)
+    for e in [first.alpha, first.alpha_macro, first.tokens_per_round, first.formula_gap, *first.survival]:
+        assert e.low is not None and e.low <= e.value <= e.high
+
+
+def test_two_thousand_resamples_take_well_below_a_second() -> None:
+    traces = list(
+        clustered_requests(np.random.default_rng(5), requests=200, rounds=40, gamma=7, shape=(6, 4))
+    )
+    start = time.perf_counter()
+    measure(traces, gamma=7, resamples=2000)
+    assert time.perf_counter() - start < 1.0  # 0.1 s on one core of the slowest machine tried
+
+
+def test_requests_for_a_wanted_width() -> None:
+    assert requests_for_width(Estimate(0.6, 0.5, 0.7), requests=36, width=0.1) == 144
+    assert requests_for_width(Estimate(0.6), requests=1, width=0.1) is None
+
+
+# Counters, loops, files
+
+
+def test_vllm_counters_count_before_the_cut_and_skip_empty_proposals() -> None:
+    rounds = [Round(3, 3), Round(0, 0), Round(3, 1), Round(3, 1, cut=True, verified=3)]
+    counters = vllm_counters([trace_of(rounds)], gamma=3)
+    assert (counters.num_drafts, counters.num_draft_tokens, counters.num_accepted_tokens) == (3, 9, 7)
+    assert counters.accepted_per_pos == (3, 2, 2)
+    assert counters.acceptance_length == pytest.approx(1 + 7 / 3)
+    assert counters.rates == pytest.approx((1, 2 / 3, 2 / 3))
+    assert vllm_counters([], gamma=2).acceptance_length == 1.0
+
+
+def test_vllm_rates_are_the_survival_where_nothing_is_cut() -> None:
+    traces = list(clustered_requests(np.random.default_rng(1), requests=9, rounds=20, gamma=4, shape=(6, 4)))
+    m, counters = measure(traces, gamma=4, resamples=0), vllm_counters(traces, gamma=4)
+    assert counters.rates == pytest.approx(values(m.survival))
+    assert counters.acceptance_length == pytest.approx(m.tokens_per_round.value)
+
+
+@pytest.mark.parametrize(
+    ("tail", "finish", "looping"),
+    [
+        ([7] * 24, "length", True),
+        ([7] * 23, "length", False),  # too short a tail to be called a loop
+        ([1, 2, 3, 4, 5, 6, 7, 8] * 3, "length", True),
+        ([1, 2, 3, 4, 5, 6, 7, 8] * 3 + [1, 2, 3], "length", True),  # cut inside a period
+        (list(range(32)) * 3, "length", True),
+        (list(range(33)) * 3, "length", False),  # longer a period than the definition's
+        (list(range(12)) * 2, "length", False),  # twice is no loop
+        ([1, 2, 3, 4, 5, 6, 7, 8] * 3 + [99], "length", False),
+        ([1, 2, 3, 4, 5, 6, 7, 8] * 3 + [99], "stop", True),  # the end token is not looked at
+    ],
+)
+def test_loops(tail: list[int], finish: str, looping: bool) -> None:
+    tokens = [*range(100, 160), *tail]
+    assert is_looping(trace_of([Round(0, 0)] * (len(tokens) - 1), tokens=tokens, finish=finish)) is looping
+
+
+def test_traces_survive_a_file() -> None:
+    odd = trace_of([Round(2, 1, True, (0.5,), 2)], request_id='line\u2028 and \n quote"', seconds=0.1)
+    many = [odd, trace_of([Round(4, 0), Round(4, 4)], finish="stop")]
+    assert parse_traces(dump_traces(many)) == many
+    assert parse_traces("") == []
+    with pytest.raises(ValueError, match="Line 2"):
+        parse_traces(dump_traces(many[:1]) + '{"request_id": ')
+    with pytest.raises(ValueError, match="lacks slice"):
+        parse_traces('{"request_id": "r"}')
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Round(2, 3),
+        lambda: Round(2, 0, cut=True),
+        lambda: Round(2, 1, verified=2),
+        lambda: trace_of([Round(2, 1, cut=True), Round(2, 1)]),
+        lambda: RequestTrace("r", "chat", 1, [1, 2, 3, 4, 5], [Round(2, 1)], "length", 0.0),
+    ],
+)
+def test_impossible_traces_are_caught_where_they_are_made(wrong) -> None:
+    with pytest.raises(AssertionError):
+        wrong()
+
+
+def test_every_number_has_a_definition() -> None:
+    counts = {"requests", "rounds", "tokens", "proposed", "examined", "accepted", "seconds"}
+    pairs = {"paired_requests", "paired_equal_texts"}
+    assert set(Measurement.__dataclass_fields__) - counts - pairs <= set(DEFINITIONS)
+
+
+# Against a known truth
+
+
+def iid_texts(
+    rng: np.random.Generator, *, alpha: float, gamma: int, requests: int, length: int
+) -> list[RequestTrace]:
+    texts = rng.random((requests, length)) < alpha
+    return [
+        trace_of(walk_text(list(text), gamma=gamma), request_id=f"r{i}", seed=i)
+        for i, text in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize(("alpha", "gamma"), [(0.6, 4), (0.85, 7), (0.3, 3)])
+def test_iid_acceptance_has_no_gap_although_every_text_is_cut_short(alpha: float, gamma: int) -> None:
+    """Texts of 24 tokens: the last round is often cut, which is where naive means go wrong."""
+    traces = iid_texts(np.random.default_rng(11), alpha=alpha, gamma=gamma, requests=3000, length=24)
+    m = measure(traces, gamma=gamma, resamples=500)
+    truth = formula_tokens_per_round(alpha, gamma)
+    assert m.rounds_cut > 500
+    assert m.formula_gap.low <= 0 <= m.formula_gap.high and abs(m.formula_gap.value) < 0.005
+    assert m.alpha.low <= alpha <= m.alpha.high
+    for k, (conditional, joint) in enumerate(zip(m.alpha_by_position, m.survival, strict=True), start=1):
+        assert conditional.value == pytest.approx(alpha, abs=0.02)
+        assert joint.value == pytest.approx(alpha**k, abs=0.02)
+    assert m.tokens_per_round.low <= truth <= m.tokens_per_round.high
+    # The two naive means, reported beside it, both run low and are outside the interval: why τ is not theirs.
+    assert m.tokens_per_round_uncut < m.tokens_per_round.low
+    assert m.tokens_per_round_text < m.tokens_per_round.low
+
+
+def test_small_samples_are_unbiased() -> None:
+    """The mean over 600 evaluations of 8 requests each is the truth, within its own standard error."""
+    rng, alphas, taus = np.random.default_rng(2), [], []
+    for _ in range(600):
+        m = measure(iid_texts(rng, alpha=0.6, gamma=4, requests=8, length=40), gamma=4, resamples=0)
+        alphas.append(m.alpha.value)
+        taus.append(m.tokens_per_round.value)
+    for sample, truth in ((alphas, 0.6), (taus, formula_tokens_per_round(0.6, 4))):
+        error = np.std(sample) / math.sqrt(len(sample))
+        assert abs(np.mean(sample) - truth) < 3 * error + 0.002 * truth
+
+
+def beta_truth(shape: tuple[float, float], gamma: int) -> tuple[float, float]:
+    """Pooled α and τ when each request has equally many rounds and its own Beta-distributed α."""
+    grid = np.linspace(0, 1, 20_001)[1:-1]
+    weight = stats.beta.pdf(grid, *shape)
+    moments = [float((grid**k * weight).sum() / weight.sum()) for k in range(gamma + 1)]
+    accepted = sum(moments[1:])
+    return accepted / sum(moments[:gamma]), 1 + accepted
+
+
+def test_cluster_intervals_cover_and_binomial_ones_do_not() -> None:
+    """400 evaluations of 30 requests that differ: 93–97 % of the intervals hold the truth."""
+    rng, gamma, shape, runs = np.random.default_rng(7), 4, (6.0, 4.0), 400
+    alpha, tau = beta_truth(shape, gamma)
+    hits = {"alpha": 0, "tau": 0, "binomial": 0}
+    for run in range(runs):
+        traces = list(clustered_requests(rng, requests=30, rounds=30, gamma=gamma, shape=shape))
+        m = measure(traces, gamma=gamma, resamples=1000, seed=run)
+        hits["alpha"] += m.alpha.low <= alpha <= m.alpha.high
+        hits["tau"] += m.tokens_per_round.low <= tau <= m.tokens_per_round.high
+        half = 1.96 * math.sqrt(m.alpha.value * (1 - m.alpha.value) / m.examined)
+        hits["binomial"] += abs(m.alpha.value - alpha) <= half
+    rate = {name: count / runs for name, count in hits.items()}
+    assert 0.93 <= rate["alpha"] <= 0.97 and 0.93 <= rate["tau"] <= 0.97, rate
+    assert rate["binomial"] < 0.75, rate
+
+
+def test_expected_acceptance_is_the_same_number_with_less_noise() -> None:
+    rng, counted, expected = np.random.default_rng(3), [], []
+    for _ in range(200):
+        betas = rng.beta(6, 4, size=(8, 60, 4))
+        traces = []
+        for i, request in enumerate(betas):
+            rounds = []
+            for row in request:
+                wrong = np.flatnonzero(rng.random(4) >= row)
+                accepted = int(wrong[0]) if len(wrong) else 4
+                rounds.append(Round(4, accepted, beta=tuple(row[: min(accepted + 1, 4)].tolist())))
+            traces.append(trace_of(rounds, request_id=f"r{i}"))
+        m = measure(traces, gamma=4, resamples=0)
+        counted.append(m.alpha.value)
+        expected.append(m.alpha_expected.value)
+    assert np.mean(counted) == pytest.approx(0.6, abs=0.003) and np.mean(expected) == pytest.approx(
+        0.6, abs=0.003
+    )
+    assert np.std(expected) < 0.5 * np.std(counted)
+
+
+@pytest.mark.parametrize("gamma", [3, 7])
+def test_autocorrelated_difficulty_gives_the_known_signs(gamma: int) -> None:
+    """The formula at the teacher-forced mean and at the pooled α promises too much, at α_1 too little."""
+    rng, traces, teacher_forced = np.random.default_rng(3), [], []
+    for i in range(150):
+        chance = correlated_text(rng, length=200, memory=0.8, spread=1.5, level=0.5)
+        traces.append(trace_of(walk_text(list(rng.random(200) < chance), gamma=gamma), request_id=f"r{i}"))
+        teacher_forced.append(chance.mean())
+    m = measure(traces, gamma=gamma, resamples=500)
+
+    def gap(alpha: float) -> float:
+        return formula_tokens_per_round(alpha, gamma) / m.tokens_per_round.value - 1
+
+    assert 0 < m.formula_gap.low and m.formula_gap.high < 0.05
+    assert m.formula_gap.value < gap(float(np.mean(teacher_forced))) < 0.07
+    assert -0.26 < gap(m.alpha_by_position[0].value) < -0.06
+
+
+def test_iid_rounds_of_the_simulator() -> None:
+    rounds = iid_rounds(np.random.default_rng(0), alpha=0.5, gamma=2, count=20_000)
+    assert np.mean([r.accepted for r in rounds]) == pytest.approx(0.75, abs=0.02)
