@@ -13,7 +13,7 @@ position t and predicts x_{t+2}. This is the convention of the servers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,8 +172,8 @@ class DraftHead(nn.Module, ABC):
         """Loss over one packed batch, as sums and counts."""
 
     @abstractmethod
-    def start(self, rows: int) -> Any:
-        """An empty drafting state for a batch of `rows` requests."""
+    def start(self, prompts: Sequence[Sequence[int]]) -> Any:
+        """An empty drafting state for a batch of requests with these prompts (token ids)."""
 
     @abstractmethod
     def commit(self, state: Any, committed: Committed) -> None:

@@ -154,8 +154,8 @@ class Eagle3Head(DraftHead):
 
     # ---- drafting -------------------------------------------------------------------------------------------------
 
-    def start(self, rows: int) -> Eagle3State:
-        return Eagle3State(BlockCache(rows, self.fc.weight.device))
+    def start(self, prompts: Sequence[Sequence[int]]) -> Eagle3State:
+        return Eagle3State(BlockCache(len(prompts), self.fc.weight.device))
 
     def commit(self, state: Eagle3State, committed: Committed) -> None:
         assert not state.pending, "a proposal comes between two commits"
