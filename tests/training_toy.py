@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,6 +25,7 @@ from heads.base import Committed, DraftHead, FeatureNeeds, LossSums, Proposal, T
 from heads.vocab import DraftVocabulary
 from training.loop import TrainResult, TrainSettings, train
 from training.optim import OptimSettings
+from training.processes import start_missing_processes
 from training.tracking import JsonlTracker, Tracker
 
 WIDTH, VOCABULARY, DEPTH = 16, 24, 2
@@ -161,18 +164,16 @@ def weights_of(head: nn.Module) -> dict[str, Tensor]:
 def main(folder: str, *pairs: str) -> None:
     values = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in pairs)}
     torch.set_num_threads(1)
-    head = toy_head()
+    start_missing_processes()
+    head = toy_head(noise=values.pop("noise", 0.1))
     try:
         result = toy_train(Path(folder), head, source=ToySource(pause=values.pop("pause", 0.0)), **values)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
-    torch.save(weights_of(head), Path(folder) / f"weights-{torch.distributed.is_initialized() and RANK()}.pt")
-    sys.stdout.write(f"finished {result.steps}\n")
-
-
-def RANK() -> int:
-    return torch.distributed.get_rank()
+    rank = PartialState().process_index
+    save_file(weights_of(head), Path(folder) / f"weights-{rank}.safetensors")
+    sys.stdout.write(f"finished {result.steps}, resumed from {result.resumed_from}\n")
 
 
 if __name__ == "__main__":

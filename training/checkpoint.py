@@ -39,8 +39,8 @@ _STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.s
 class CheckpointFolder:
     """The checkpoints of one run, in `folder`.
 
-    identity: what makes two runs the same (head, settings, data) as JSON values; a checkpoint with another one
-    is refused. keep: how many of this run's checkpoints stay.
+    identity: what makes two runs the same (head, settings, data) as JSON values; a checkpoint with another
+    one is refused. keep: how many of this run's checkpoints stay.
     """
 
     def __init__(

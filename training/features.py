@@ -70,8 +70,8 @@ class BatchPlan:
             )
         if global_batch_tokens < 1 or (max_length is not None and max_length < 2):
             raise UserError(
-                f"A global batch of {global_batch_tokens} tokens with documents of at most {max_length} is not "
-                f"possible; give at least 1 and 2."
+                f"global_batch_tokens={global_batch_tokens} and max_length={max_length} are too small; "
+                f"give at least 1 and 2."
             )
         self.documents = tuple(documents)
         self.global_batch_tokens = global_batch_tokens
@@ -94,18 +94,14 @@ class BatchPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Hex SHA-256 over ids and lengths in their order: two plans with the same one see the same
-        documents.
-        """
+        """Hex SHA-256 over ids and lengths in their order."""
         sha = hashlib.sha256()
         for ref in self.documents:
             sha.update(f"{ref.id}\0{ref.length}\n".encode())
         return sha.hexdigest()
 
     def epoch(self, number: int) -> list[Batch]:
-        """The global batches of epoch `number` (from 0): shuffled documents, filled up to the budget in that
-        order.
-        """
+        """The global batches of an epoch (from 0): documents shuffled, then taken up to the budget."""
         order = list(self.documents)
         random.Random(f"{self.seed}/{number}").shuffle(order)
         batches: list[Batch] = []
@@ -122,9 +118,7 @@ class BatchPlan:
         return batches
 
     def sizes(self, epochs: int, max_batches: int | None = None) -> list[int]:
-        """Number of global batches in each epoch, as far as `max_batches` needs them: their sum is the
-        number of steps.
-        """
+        """Number of global batches in each epoch, as far as `max_batches` in all needs them."""
         sizes: list[int] = []
         for number in range(epochs):
             left = None if max_batches is None else max_batches - sum(sizes)
@@ -135,10 +129,10 @@ class BatchPlan:
         return sizes
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
-        """Divide a global batch into `parts` micro-batches of about the same length; some are empty when
-        documents are fewer than parts.
+        """Divide a global batch into `parts` micro-batches of about the same length.
 
-        Longest document first into the shortest part so far; inside a part documents keep the batch's order.
+        With fewer documents than parts some are empty. Longest document first into the shortest part so far;
+        inside a part documents keep the batch's order.
         """
         loads = [0] * parts
         members: list[list[int]] = [[] for _ in range(parts)]

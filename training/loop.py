@@ -24,79 +24,13 @@ from heads.artifact import UserError, digest
 from heads.base import DraftHead
 from training.checkpoint import CheckpointFolder, Interrupted, StopRequest, owned
 from training.features import Batch, BatchPlan, FeatureSource, read_ahead
-from training.optim import OptimSettings, build_optimizer, build_scheduler, clip_gradients
+from training.optim import build_optimizer, build_scheduler, clip_gradients
+from training.processes import processes_missing, raise_missing
+from training.settings import TrainResult, TrainSettings
 from training.step import GradientStep, MetricSums, StepSums, Trainee, means
 from training.tracking import Display, NullDisplay, NullTracker, Tracker, open_display
 
 OnEval = Callable[[int], Mapping[str, float] | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainSettings:
-    """How long, in what portions and how precisely to train.
-
-    epochs, max_steps: the smaller one ends the run; global_batch_tokens: most positions of one step over all
-    processes; max_length: documents are cut there; accumulation: micro-batches per process and step;
-    mixed_precision: "no" or "bf16" (fp32 weights and optimizer either way); device: "auto" or "cpu";
-    save_every and eval_every in steps, 0 for never; keep: checkpoints that stay; read_ahead: micro-batches
-    read in the background.
-    """
-
-    epochs: int = 1
-    max_steps: int | None = None
-    global_batch_tokens: int = 8192
-    max_length: int | None = 2048
-    accumulation: int = 1
-    mixed_precision: str = "no"
-    seed: int = 0
-    device: str = "auto"
-    save_every: int = 200
-    keep: int = 2
-    log_every: int = 10
-    eval_every: int = 0
-    read_ahead: int = 2
-    optim: OptimSettings = field(default_factory=OptimSettings)
-
-    def __post_init__(self) -> None:
-        if self.mixed_precision not in ("no", "bf16"):
-            raise UserError(f"mixed_precision={self.mixed_precision} is not supported; choose no or bf16.")
-        if self.device not in ("auto", "cpu"):
-            raise UserError(f"device={self.device} is not supported; choose auto or cpu.")
-        least = {"epochs": 1, "accumulation": 1, "keep": 1, "log_every": 1, "max_steps": 1} | {
-            "save_every": 0,
-            "eval_every": 0,
-            "read_ahead": 0,
-        }
-        for name, value in asdict(self).items():
-            if name in least and value is not None and value < least[name]:
-                raise UserError(f"{name}={value} is not possible; give at least {least[name]}.")
-
-    def identity(self) -> dict[str, Any]:
-        """The settings that decide which weights come out; the others may change when a run continues."""
-        free = {"accumulation", "device", "save_every", "keep", "log_every", "eval_every", "read_ahead"}
-        return {name: value for name, value in asdict(self).items() if name not in free}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """What a run came to.
-
-    loss and metrics (one value per depth) are means over the last logged window; seconds and
-    tokens_per_second count the steps of all sessions, without evaluations and checkpoints; skipped_steps had
-    nothing supervised.
-    """
-
-    steps: int
-    epochs: float
-    loss: float
-    metrics: dict[str, list[float]]
-    seconds: float
-    tokens: int
-    tokens_per_second: float
-    skipped_steps: int
-    truncated_documents: int
-    checkpoint: str
-    resumed_from: int | None
 
 
 def train(
@@ -119,6 +53,8 @@ def train(
     Raises UserError for a checkpoint of another run and for a loss that is not finite, Interrupted (a
     SystemExit) after SIGTERM or SIGINT; the state is saved in both of the latter cases.
     """
+    if processes_missing():
+        raise_missing()
     run = _Run(head, source, settings, Path(folder), identity or {})
     state = run.checkpoints.read()
     if state is not None:
@@ -141,19 +77,26 @@ def train(
         number = request.signal or signal.SIGTERM  # another rank may be the one that was asked
         if run.main:
             stream.write(
-                f"Stopped by {signal.Signals(number).name} after step {run.at.step} of {run.total}; run the same "
-                f"command again to continue from {run.checkpoints.latest()}.\n"
+                f"Stopped by {signal.Signals(number).name} after step {run.at.step} of {run.total}; "
+                f"run the same command again to continue from {run.checkpoints.latest()}.\n"
             )
         raise Interrupted(128 + number)
     return result
 
 
+@dataclass
+class _DistributedOptions(DistributedDataParallelKwargs):  # type: ignore[misc]
+    """Adds what accelerate does not name yet: a head's buffers never change, so they are not sent each step."""
+
+    forward_sync_buffers: bool = True
+
+
 def open_accelerator(settings: TrainSettings) -> Accelerator:
-    """Accelerate as this loop uses it. Autocast is ours, so that two runs of one process may differ in
-    precision.
-    """
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    return Accelerator(mixed_precision="no", cpu=settings.device == "cpu", kwargs_handlers=[ddp])
+    """Accelerate as this loop uses it; autocast is ours, so two runs of one process may differ in it."""
+    ddp = _DistributedOptions(forward_sync_buffers=False, gradient_as_bucket_view=True)
+    # Without `cpu`, every process on a machine without an accelerator would be a rank 0 of its own.
+    cpu = settings.device == "cpu" or not torch.accelerator.is_available()
+    return Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=[ddp])
 
 
 def describe_head(head: DraftHead) -> dict[str, Any]:
@@ -168,9 +111,7 @@ def describe_head(head: DraftHead) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """On the CPU, the same sums in the same order each time: some of its scatter kernels race between
-    threads.
-    """
+    """On the CPU, sums in the same order each time: without this some scatter kernels race."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
     fill: Any = torch.utils.deterministic
@@ -334,9 +275,9 @@ class _Run:
         ids = [ref.id for ref in step.batch]
         more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
         raise UserError(
-            f"Step {step.number + 1}: {what} on the documents {', '.join(ids[:8])}{more}; the state from before it is "
-            f"in {path}; lower optim.lr (now {self.settings.optim.lr}) or leave these documents out, and train into "
-            f"another folder."
+            f"Step {step.number + 1}: {what} on the documents {', '.join(ids[:8])}{more}; the state from "
+            f"before it is in {path}; lower optim.lr (now {self.settings.optim.lr}) or leave these documents "
+            f"out, and train into another folder."
         )
 
     def _count(self, step: _Step, sums: StepSums, seconds: float) -> None:

@@ -90,9 +90,7 @@ def means(sums: Mapping[str, DepthSums]) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class StepSums:
-    """Loss, count and positions of one global batch over all ranks, and whether any rank was asked to
-    stop.
-    """
+    """Loss, count and positions of one global batch over all ranks; stop: any rank was asked to."""
 
     loss: float
     count: float
