@@ -93,7 +93,7 @@ test: setup
 	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(ARGS)
 
 check: setup
-	$(PY) -m ruff check .
+	$(PY) -m ruff check --output-format concise .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m pytest --quiet tests/test_structure.py
