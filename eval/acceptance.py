@@ -88,6 +88,7 @@ class Measurement:
     examined: int
     accepted: int
     seconds: float
+    tokens_per_second: float | None
     alpha: Estimate
     alpha_macro: Estimate
     alpha_expected: Estimate | None
@@ -220,7 +221,9 @@ def _at_risk_until(round_: Round) -> int:
     return round_.accepted + int(not (round_.cut and round_.accepted < round_.proposed))
 
 
-def _collect(traces: Sequence[RequestTrace], plain: Mapping[str, RequestTrace], gamma: int) -> _Sums:
+def _collect(
+    traces: Sequence[RequestTrace], pairs: Mapping[str, tuple[RequestTrace, RequestTrace]], gamma: int
+) -> _Sums:
     rows = []
     for trace in traces:
         rounds = trace.rounds
@@ -230,8 +233,7 @@ def _collect(traces: Sequence[RequestTrace], plain: Mapping[str, RequestTrace], 
                 f"{trace.request_id}: {max(proposed)} tokens proposed, gamma={gamma}; raise gamma."
             )
         betas = [b for r in rounds for b in r.beta]
-        twin = plain.get(trace.request_id)
-        clock = [trace.seconds, len(trace.tokens), twin.seconds, len(twin.tokens)] if twin else [0.0] * 4
+        clock = [n for t in pairs.get(trace.request_id, ()) for n in (t.seconds, len(t.tokens))] or [0.0] * 4
         columns = [
             _at_least([r.accepted for r in rounds], gamma),
             _at_least([r.examined for r in rounds], gamma),
@@ -284,18 +286,25 @@ def measure(
     *,
     gamma: int,
     plain: Sequence[RequestTrace] = (),
+    timed: Sequence[RequestTrace] | None = None,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Measurement:
-    """All numbers of one run. `plain`: the same requests decoded without a draft, for the speed-up.
+    """All numbers of one run.
 
-    Requests are matched by id. `resamples=0` leaves the intervals out.
+    plain: the same requests decoded without a draft, for the speed-up; matched by id. timed: the traces whose
+    seconds count, where the timing was a run of its own; None: `traces`. `resamples=0` leaves intervals out.
     """
     rounds = [r for t in traces for r in t.rounds]
     uncut = [r for r in rounds if not r.cut]
-    twins = {t.request_id: t for t in plain}
-    paired = [t for t in traces if t.request_id in twins]
-    got = _estimate(_collect(traces, twins, gamma), resamples, seed) if traces else _nothing(gamma)
+    clocks = {t.request_id: t for t in (traces if timed is None else timed)}
+    twins = {t.request_id: t for t in plain if t.request_id in clocks}
+    pairs = {
+        t.request_id: (clocks[t.request_id], twins[t.request_id]) for t in traces if t.request_id in twins
+    }
+    clocked = [clocks[t.request_id] for t in traces if t.request_id in clocks]
+    seconds = math.fsum(t.seconds for t in clocked)
+    got = _estimate(_collect(traces, pairs, gamma), resamples, seed) if traces else _nothing(gamma)
     return Measurement(
         requests=len(traces),
         rounds=len(rounds),
@@ -304,7 +313,8 @@ def measure(
         proposed=sum(r.proposed for r in rounds),
         examined=sum(r.examined for r in rounds),
         accepted=sum(r.accepted for r in rounds),
-        seconds=math.fsum(t.seconds for t in traces),
+        seconds=seconds,
+        tokens_per_second=sum(len(t.tokens) for t in clocked) / seconds if seconds > 0 else None,
         alpha=got["alpha"][0],
         alpha_macro=got["alpha_macro"][0],
         alpha_expected=got["alpha_expected"][0] if any(r.beta for r in rounds) else None,
@@ -316,7 +326,7 @@ def measure(
         tokens_per_round_text=sum(r.emitted for r in rounds) / len(rounds) if rounds else None,
         expected_tokens_per_round=got["expected_tokens_per_round"][0],
         formula_gap=got["formula_gap"][0],
-        speedup=got["speedup"][0] if paired else None,
-        paired_requests=len(paired),
-        paired_equal_texts=sum(t.tokens == twins[t.request_id].tokens for t in paired),
+        speedup=got["speedup"][0] if pairs else None,
+        paired_requests=len(pairs),
+        paired_equal_texts=sum(drafted.tokens == alone.tokens for drafted, alone in pairs.values()),
     )

@@ -178,6 +178,15 @@ def test_only_requests_decoded_both_ways_enter_the_speedup() -> None:
     assert m.speedup.value == pytest.approx(plain_of(a).seconds / 1.0)
 
 
+def test_seconds_may_come_from_a_run_of_their_own() -> None:
+    """Texts decoded many at a time, and again one at a time for the clock."""
+    traces = [trace_of([Round(2, 2)], request_id=name, seconds=50.0) for name in "ab"]
+    timed = [trace_of([Round(2, 2)], request_id="a", seconds=0.5)]
+    m = measure(traces, gamma=2, plain=[plain_of(traces[0])], timed=timed)
+    assert m.seconds == 0.5 and m.tokens_per_second == pytest.approx(4 / 0.5)
+    assert m.speedup is not None and m.speedup.value == pytest.approx(plain_of(traces[0]).seconds / 0.5)
+
+
 def test_too_few_requests_give_no_interval_rather_than_a_wrong_one() -> None:
     rng = np.random.default_rng(0)
     for count in (1, MIN_CLUSTERS - 1, MIN_CLUSTERS):
@@ -291,9 +300,9 @@ def test_impossible_traces_are_caught_where_they_are_made(wrong) -> None:
 
 
 def test_every_number_has_a_definition() -> None:
-    counts = {"requests", "rounds", "tokens", "proposed", "examined", "accepted", "seconds"}
-    pairs = {"paired_requests", "paired_equal_texts"}
-    assert set(Measurement.__dataclass_fields__) - counts - pairs <= set(DEFINITIONS)
+    plain_words = {"requests", "rounds", "tokens", "proposed", "examined", "accepted"}
+    pairs = {"paired_requests", "paired_equal_texts", "seconds", "tokens_per_second"}
+    assert set(Measurement.__dataclass_fields__) - plain_words - pairs <= set(DEFINITIONS)
 
 
 # Against a known truth
