@@ -8,7 +8,7 @@
 PYTHON ?= python3
 EXPERIMENT ?= demo
 BENCH ?= bench=train
-ARGS ?=
+ARGS =
 
 VENV := .venv
 SERVE := .venv-serve
