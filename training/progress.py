@@ -1,0 +1,77 @@
+"""How far a long stage is: a bar on a terminal, else a line now and then. It knows nothing of the work."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+_EVERY = 15.0  # seconds between two lines where there is no terminal
+
+
+class Progress:
+    """Counts units done out of `total` and tokens per second, on standard error; a context manager."""
+
+    def __init__(self, *, total: int, label: str) -> None:
+        self._total, self._label = total, label
+        self._done, self._worked, self._tokens, self._seconds = 0, 0, 0, 0.0
+        self._next_line = 0.0
+        self._bar: Bar | None = None
+        if sys.stderr.isatty():
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
+            self._bar = Bar(*columns, TextColumn("{task.fields[rate]}"), console=Console(stderr=True))
+            self._task = self._bar.add_task(label, total=total, rate="")
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif kind is None:
+            self._line("done")
+
+    def advance(self, units: int, *, tokens: int, seconds: float) -> None:
+        """`units` more are done, in which `tokens` were made (0: they were there already) within
+        `seconds`."""
+        self._done += units
+        if tokens:
+            self._worked, self._tokens, self._seconds = (
+                self._worked + units,
+                self._tokens + tokens,
+                self._seconds + seconds,
+            )
+        self._show()
+
+    def advance_to(self, units: int) -> None:
+        """`units` are done in all, some of them by being left out."""
+        self._done = units
+        self._show()
+
+    def _show(self) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, rate=f"{self._rate():.0f} tokens/s")
+        elif time.monotonic() >= self._next_line:
+            left = round((self._total - self._done) * self._seconds / self._worked) if self._worked else 0
+            self._line(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
+            self._next_line = time.monotonic() + _EVERY
+
+    def _line(self, ending: str) -> None:
+        sys.stderr.write(f"{self._label} {self._done}/{self._total}  {self._rate():.0f} tokens/s  {ending}\n")
+        sys.stderr.flush()
+
+    def _rate(self) -> float:
+        return self._tokens / self._seconds if self._seconds else 0.0

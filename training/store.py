@@ -1,0 +1,159 @@
+"""The feature store: documents with the target's states at every position, in checksummed safetensors shards.
+
+A document is one assistant turn as a server would see it: the rendered prompt and the generated tokens. A
+shard is `shard-00000.safetensors` (tensors of all its documents one after the other) with `shard-00000.json`
+(what lies where, the answers' texts, the checksum). Each file is written whole or not at all, the index after
+its tensors, so whatever is there after a crash is either complete or is made again. `manifest.json` comes
+last. Per position a shard holds
+    ids int32, supervised uint8, taps [T, E], last [T, D] (the target's dtype), lse float32,
+where the last position of a document has zeros for states: nothing is predicted from it.
+
+The module does not know where documents come from or what the states mean.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from heads.artifact import UserError, read_manifest, sha256_file
+from heads.base import FeatureNeeds, TargetFeatures
+
+DOCUMENTS, COUNTS = "documents.jsonl", "token_counts.safetensors"
+_OPEN_SHARDS = 64  # mapped at the same time; the operating system's limit on open files is often 1,024
+
+
+@dataclass(frozen=True)
+class DocumentRef:
+    """Where a stored document lies: `length` positions from `offset` of its shard."""
+
+    id: str
+    conversation: str
+    slice: str
+    turn: int
+    shard: str
+    offset: int
+    length: int
+    answer_start: int
+    finish_reason: str
+
+
+class TokenCounts(NamedTuple):
+    """How often each token of the vocabulary was generated, and how often it stood in a prompt (int64)."""
+
+    supervised_V: Tensor
+    prompt_V: Tensor
+
+
+def estimate_bytes(needs: FeatureNeeds, tokens: int, *, hidden_size: int, dtype: torch.dtype) -> int:
+    """Size on disk of a store of `tokens` positions, indexes not counted."""
+    width = (len(needs.taps) + needs.last) * hidden_size
+    return tokens * (width * dtype.itemsize + 4 + 1 + 4)
+
+
+def check_disk(folder: str | Path, needed: int) -> None:
+    """Raises UserError with both figures when the disk under `folder` has less than `needed` bytes free."""
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise UserError(
+            f"The features need up to {_size(needed)}, but only {_size(free)} are free under {place}; choose "
+            f"another folder, fewer conversations, or shorter prompts and answers."
+        )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def missing_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Files that the manifest speaks of and that are not there in full size; contents are not looked at."""
+    sizes = {f"{shard['name']}.safetensors": shard["bytes"] for shard in manifest["shards"]}
+    names = [
+        name
+        for name, size in sizes.items()
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size
+    ]
+    return names + [name for name in manifest["files"] if not (folder / name).is_file()]
+
+
+class FeatureStore:
+    """A finished store, read by mapping its shards into memory. Open it with `FeatureStore.open`."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], documents: list[DocumentRef]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.documents = documents
+        self.needs = FeatureNeeds(tuple(manifest["needs"]["taps"]), manifest["needs"]["last"])
+        self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._map)
+
+    @classmethod
+    def open(cls, folder: str | Path) -> FeatureStore:
+        """Raises UserError when the store is unfinished or a file is missing."""
+        folder = Path(folder)
+        manifest = read_manifest(folder, "features")
+        if missing := missing_files(folder, manifest):
+            raise UserError(f"{folder} lacks {', '.join(missing)}; {_REPEAT}")
+        with open(folder / DOCUMENTS, encoding="utf-8") as file:
+            documents = [DocumentRef(**json.loads(line)) for line in file]
+        return cls(folder, manifest, documents)
+
+    def read(self, ref: DocumentRef) -> TargetFeatures:
+        """One document; only its own positions are read from the disk. States that are not stored have width
+        0."""
+        shard, end = self._shard(ref.shard), ref.offset + ref.length
+
+        def part(name: str) -> Tensor:
+            values: Tensor = shard.get_slice(name)[ref.offset : end]
+            return values
+
+        lse_T = part("lse")
+        none = lse_T.new_empty(ref.length, 0)
+        return TargetFeatures(
+            ids_T=part("ids").long(),
+            supervised_T=part("supervised").bool(),
+            lengths=(ref.length,),
+            taps_TE=part("taps") if self.needs.taps else none,
+            last_TD=part("last") if self.needs.last else none,
+            lse_T=lse_T,
+        )
+
+    def _map(self, name: str) -> Any:
+        try:
+            return safe_open(self.folder / f"{name}.safetensors", framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{name}.safetensors of {self.folder} cannot be read ({error}); {_REPEAT}"
+            ) from error
+
+    def token_counts(self) -> TokenCounts:
+        """Token counts over all documents, for choosing a draft vocabulary."""
+        return TokenCounts(**load_file(self.folder / COUNTS))
+
+    def verify(self) -> None:
+        """Raises UserError naming every file whose bytes are not what was written."""
+        sums = {
+            f"{shard['name']}.safetensors": shard["sha256"] for shard in self.manifest["shards"]
+        } | self.manifest["files"]
+        bad = [name for name, sha256 in sums.items() if sha256_file(self.folder / name) != sha256]
+        if bad:
+            raise UserError(
+                f"{self.folder} is damaged: {', '.join(bad)} changed after it was written; {_REPEAT}"
+            )
+
+
+_REPEAT = (
+    "delete what is damaged and repeat the command that made the store, which makes only that part again."
+)

@@ -1,0 +1,226 @@
+"""Fills a feature store shard by shard, so that a killed run goes on where it stopped.
+
+Each file is written whole or not at all, a shard's index after its tensors, the manifest last: whatever is
+there after a crash is either complete or is made again. The module does not know where documents come from;
+the layout is that of `training.store`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from heads.artifact import (
+    MANIFEST,
+    UserError,
+    read_manifest,
+    sha256_file,
+    write_atomic,
+    write_json,
+    write_manifest,
+)
+from training.store import COUNTS, DOCUMENTS, DocumentRef, TokenCounts, missing_files
+
+SETTINGS, ANSWERS, QUARANTINE = "settings.json", "answers.jsonl", "quarantine.jsonl"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document on its way into the store. Tokens from `answer_start` on were generated.
+
+    taps_TE and last_TD are None where the store does not need them.
+    """
+
+    conversation: str
+    slice: str
+    turn: int
+    ids_T: Tensor
+    answer_start: int
+    finish_reason: str
+    text: str
+    taps_TE: Tensor | None
+    last_TD: Tensor | None
+    lse_T: Tensor
+
+
+class StoreWriter:
+    """Fills a store folder shard by shard. The same settings on the same folder go on where it stopped."""
+
+    def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
+        """Raises UserError when the folder was begun with other settings, and names what differs."""
+        self.folder = Path(folder)
+        self.settings = json.loads(json.dumps(settings))
+        path = self.folder / SETTINGS
+        found = {item.name for item in self.folder.iterdir()} if self.folder.is_dir() else set()
+        found = {name for name in found if not name.endswith(".tmp")}
+        if found - {SETTINGS}:
+            if SETTINGS not in found:
+                raise UserError(
+                    f"{self.folder} is not empty and holds no features; choose another name= or delete it."
+                )
+            self._compare(json.loads(path.read_text()))
+        else:
+            write_json(path, self.settings)
+
+    def _compare(self, found: dict[str, Any]) -> None:
+        before, now = _flat(found), _flat(self.settings)
+        for key in [*now, *before]:
+            if key != "target.name" and before.get(key) != now.get(key):
+                raise UserError(
+                    f"{self.folder} holds features with {key}={before.get(key)}, but {key}={now.get(key)} is "
+                    f"asked for now; choose another name= or delete {self.folder}."
+                )
+
+    def finished(self) -> dict[str, Any] | None:
+        """The manifest when the store is complete (files there, with their sizes), else None."""
+        if not (self.folder / MANIFEST).is_file():
+            return None
+        manifest = read_manifest(self.folder, "features")
+        return None if missing_files(self.folder, manifest) else manifest
+
+    def shard(self, name: str, key: Sequence[str]) -> dict[str, Any] | None:
+        """The index of a shard that is there, whole and made from `key`; None when it must be made."""
+        index_path, path = self.folder / f"{name}.json", self.folder / f"{name}.safetensors"
+        if not index_path.is_file():
+            return None
+        index: dict[str, Any] = json.loads(index_path.read_text())
+        if index["key"] != list(key):
+            return None
+        whole = not index["documents"] or (path.is_file() and sha256_file(path) == index["sha256"])
+        return index if whole else None
+
+    def add(
+        self, name: str, key: Sequence[str], documents: Sequence[Document], failed: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Write one shard and return its index.
+
+        key: the requests it answers; failed: those that gave no document, with the reason.
+        Raises UserError when the disk is full; the store can be continued all the same.
+        """
+        index: dict[str, Any] = {
+            "key": list(key),
+            "failed": dict(failed),
+            "sha256": "",
+            "bytes": 0,
+            "documents": [],
+        }
+        if documents:
+            data = save(_tensors(documents))
+            write_atomic(self.folder / f"{name}.safetensors", data)
+            sha256 = hashlib.sha256(data).hexdigest()
+            index |= {"sha256": sha256, "bytes": len(data), "documents": _rows(name, documents)}
+        write_json(self.folder / f"{name}.json", index)
+        return index
+
+    def finish(
+        self,
+        names: Sequence[str],
+        *,
+        refused: Sequence[Mapping[str, Any]],
+        vocab_size: int,
+        body: Mapping[str, Any],
+        config: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Join the indexes of all shards, count tokens and write the manifest, which is returned."""
+        indexes = {name: json.loads((self.folder / f"{name}.json").read_text()) for name in names}
+        rows = sorted(
+            (row for index in indexes.values() for row in index["documents"]), key=lambda row: row["id"]
+        )
+        answers = [
+            {key: row[key] for key in ("id", "conversation", "turn", "text", "finish_reason", "tokens")}
+            for row in rows
+        ]
+        refs = [{key: row[key] for key in DocumentRef.__dataclass_fields__} for row in rows]
+        for name, lines in ((DOCUMENTS, refs), (ANSWERS, answers), (QUARANTINE, refused)):
+            write_atomic(
+                self.folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            )
+        stored = [name for name in names if indexes[name]["documents"]]
+        counts = _count(self.folder, stored, vocab_size)
+        write_atomic(self.folder / COUNTS, save(counts._asdict()))
+        files = (DOCUMENTS, ANSWERS, QUARANTINE, COUNTS)
+        supervised = int(counts.supervised_V.sum())
+        for leftover in self.folder.glob(".*.tmp"):  # of writes that a crash cut short
+            leftover.unlink()
+        manifest = {
+            **self.settings,
+            "vocab_size": vocab_size,
+            "documents": len(rows),
+            "tokens": supervised + int(counts.prompt_V.sum()),
+            "supervised_tokens": supervised,
+            **body,
+            "token_counts": COUNTS,
+            "files": {name: sha256_file(self.folder / name) for name in files},
+            "shards": [
+                {
+                    "name": name,
+                    "sha256": indexes[name]["sha256"],
+                    "bytes": indexes[name]["bytes"],
+                    "tokens": sum(row["length"] for row in indexes[name]["documents"]),
+                }
+                for name in stored
+            ],
+        }
+        return write_manifest(self.folder, "features", manifest, config)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in settings.items():
+        result |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return result
+
+
+def _tensors(documents: Sequence[Document]) -> dict[str, Tensor]:
+    supervised = [torch.arange(len(document.ids_T)) >= document.answer_start for document in documents]
+    tensors = {
+        "ids": torch.cat([document.ids_T for document in documents]).to(torch.int32),
+        "supervised": torch.cat(supervised).to(torch.uint8),
+        "lse": torch.cat([document.lse_T for document in documents]).to(torch.float32),
+    }
+    taps = [document.taps_TE for document in documents if document.taps_TE is not None]
+    last = [document.last_TD for document in documents if document.last_TD is not None]
+    for name, states in (("taps", taps), ("last", last)):
+        if states:
+            tensors[name] = torch.cat(states).contiguous()
+    return tensors
+
+
+def _rows(name: str, documents: Sequence[Document]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    offset = 0
+    for document in documents:
+        length = len(document.ids_T)
+        ref = DocumentRef(
+            id=f"{document.conversation}#{document.turn}",
+            conversation=document.conversation,
+            slice=document.slice,
+            turn=document.turn,
+            shard=name,
+            offset=offset,
+            length=length,
+            answer_start=document.answer_start,
+            finish_reason=document.finish_reason,
+        )
+        rows.append({**asdict(ref), "tokens": length - document.answer_start, "text": document.text})
+        offset += length
+    return rows
+
+
+def _count(folder: Path, names: Iterable[str], vocab_size: int) -> TokenCounts:
+    counts = TokenCounts(torch.zeros(vocab_size, dtype=torch.long), torch.zeros(vocab_size, dtype=torch.long))
+    for name in names:
+        with safe_open(folder / f"{name}.safetensors", framework="pt") as file:
+            ids, supervised = file.get_tensor("ids").long(), file.get_tensor("supervised").bool()
+        counts.supervised_V.add_(torch.bincount(ids[supervised], minlength=vocab_size))
+        counts.prompt_V.add_(torch.bincount(ids[~supervised], minlength=vocab_size))
+    return counts

@@ -1,0 +1,212 @@
+"""Traffic: conversations, split for ever into train and held-out, and the folder that keeps them.
+
+A conversation is a list of turns. A turn holds the messages that stand before one answer of the assistant
+(system, user and tool messages); the answers are not kept, because the target writes every one of them anew,
+in order, each after its own earlier answers. The module knows neither file formats (`training.readers`) nor
+tokenizers: limits in tokens come later, when the target's template is known.
+
+The split hashes the text of the first user message with SHA-256, so copies of a conversation, and logs that
+repeat it with one more turn each time, stay on one side. The hash must never change: `tests/test_traffic.py`
+pins it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from heads.artifact import MANIFEST, UserError, read_manifest, sha256_file, write_atomic, write_manifest
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, str]
+_TRAIN, _HELD_OUT, _QUARANTINE = "train.jsonl", "held_out.jsonl", "quarantine.jsonl"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation: turns[w] are the messages that come before the assistant's answer number w."""
+
+    id: str
+    slice: str
+    turns: tuple[tuple[Message, ...], ...]
+
+    def messages(self, answers: Sequence[str] = ()) -> list[Message]:
+        """The prompt of the next answer, given all answers so far."""
+        assert len(answers) < len(self.turns), f"{self.id} has only {len(self.turns)} turns"
+        prompt: list[Message] = []
+        for turn, answer in zip(self.turns, answers, strict=False):
+            prompt += [*turn, {"role": "assistant", "content": answer}]
+        return [*prompt, *self.turns[len(answers)]]
+
+    def first_text(self) -> str:
+        """What the user said first, with white space made uniform: the text that the split hashes."""
+        said = [message["content"] for message in self.turns[0] if message["role"] == "user"]
+        return " ".join(" ".join(said).split())
+
+    def characters(self) -> int:
+        """Length of all its messages together."""
+        return sum(len(message["content"]) for turn in self.turns for message in turn)
+
+    @staticmethod
+    def from_row(row: Mapping[str, Any]) -> Conversation:
+        """What `to_row` wrote."""
+        return Conversation(row["id"], row["slice"], tuple(tuple(turn) for turn in row["turns"]))
+
+    def to_row(self) -> dict[str, Any]:
+        """The row that `train.jsonl` and `held_out.jsonl` hold; the JSONL reader takes it too."""
+        return {"id": self.id, "slice": self.slice, "turns": [list(turn) for turn in self.turns]}
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A row set aside: the file and line it came from (line 1 is the first), why, and its text as it stood
+    there."""
+
+    source: str
+    line: int
+    reason: str
+    row: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a reader found. rows read = conversations + rejected + over_limit."""
+
+    conversations: tuple[Conversation, ...]
+    rejected: tuple[Rejected, ...]
+    over_limit: int
+    held_out: float
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A finished traffic folder."""
+
+    train: tuple[Conversation, ...]
+    held_out: tuple[Conversation, ...]
+    manifest: dict[str, Any]
+
+
+def hash_of(purpose: str, text: str) -> str:
+    """A hexadecimal SHA-256 that differs between purposes, so that one choice says nothing about another."""
+    return hashlib.sha256(f"draftsmith {purpose} 1\n{text}".encode()).hexdigest()
+
+
+def position(conversation: Conversation) -> float:
+    """Where the conversation lies in [0, 1): below the held-out share means held-out. Never change this."""
+    return int(hash_of("split", conversation.first_text())[:13], 16) / 16**13
+
+
+def split(
+    conversations: Iterable[Conversation], held_out: float
+) -> tuple[list[Conversation], list[Conversation]]:
+    """(train, held-out). A larger share moves conversations from train to held-out only, never back."""
+    train: list[Conversation] = []
+    held: list[Conversation] = []
+    for conversation in conversations:
+        (held if position(conversation) < held_out else train).append(conversation)
+    return train, held
+
+
+def fingerprint(conversations: Iterable[Conversation]) -> str:
+    """SHA-256 over conversations in order: what a features folder remembers of its traffic."""
+    result = hashlib.sha256()
+    for conversation in conversations:
+        result.update(json.dumps(conversation.to_row()).encode() + b"\n")
+    return result.hexdigest()
+
+
+def summary(rejected: Iterable[Rejected]) -> str:
+    """Reasons with counts and the first line of each."""
+    counts: Counter[str] = Counter()
+    first: dict[str, int] = {}
+    for item in rejected:
+        counts[item.reason] += 1
+        first.setdefault(item.reason, item.line)
+    return "; ".join(
+        f"{reason}: {count}, first in line {first[reason]}" for reason, count in counts.most_common()
+    )
+
+
+def write_traffic(
+    folder: str | Path, reading: Reading, *, config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Split a reading and write the traffic folder; returns its manifest.
+
+    Raises UserError when one side of the split would be empty or the folder holds other traffic.
+    """
+    folder = Path(folder)
+    train, held = split(reading.conversations, reading.held_out)
+    if not train or (reading.held_out > 0 and not held):
+        empty = "held-out" if train else "train"
+        raise UserError(
+            f"With {len(reading.conversations)} conversations and traffic.held_out={reading.held_out} the "
+            f"{empty} side is empty; give more traffic or another traffic.held_out."
+        )
+    print_of = {"train": fingerprint(train), "held_out": fingerprint(held)}
+    if (folder / MANIFEST).is_file() and read_manifest(folder, "traffic")["fingerprints"] != print_of:
+        raise UserError(
+            f"{folder} holds other traffic than asked for now; choose another name= or delete {folder}."
+        )
+    rejected = [item.__dict__ for item in reading.rejected]
+    for name, rows in (
+        (_TRAIN, map(Conversation.to_row, train)),
+        (_HELD_OUT, map(Conversation.to_row, held)),
+        (_QUARANTINE, rejected),
+    ):
+        write_atomic(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    reasons = Counter(item.reason for item in reading.rejected)
+    if reasons:
+        logger.warning(
+            "%d rows set aside in %s (%s)", len(rejected), folder / _QUARANTINE, summary(reading.rejected)
+        )
+    counts = {
+        "kept": len(reading.conversations),
+        "quarantined": len(rejected),
+        "over_limit": reading.over_limit,
+    }
+    body = {
+        "rows": {"read": sum(counts.values()), **counts},
+        "quarantined": dict(reasons.most_common()),
+        "conversations": {"train": _per_slice(train), "held_out": _per_slice(held)},
+        "held_out": reading.held_out,
+        "fingerprints": print_of,
+        "files": {name: sha256_file(folder / name) for name in (_TRAIN, _HELD_OUT, _QUARANTINE)},
+        "reader": reading.arguments,
+    }
+    return write_manifest(folder, "traffic", body, config)
+
+
+def _per_slice(conversations: Iterable[Conversation]) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = {}
+    for conversation in sorted(conversations, key=lambda item: item.slice):
+        entry = counts.setdefault(conversation.slice, {"conversations": 0, "turns": 0})
+        entry["conversations"] += 1
+        entry["turns"] += len(conversation.turns)
+    return counts
+
+
+def load_traffic(folder: str | Path) -> Traffic:
+    """A traffic folder written by `write_traffic`; raises UserError when a file no longer has its
+    checksum."""
+    folder = Path(folder)
+    manifest = read_manifest(folder, "traffic")
+    sides: list[tuple[Conversation, ...]] = []
+    for name in (_TRAIN, _HELD_OUT):
+        path = folder / name
+        if not path.is_file() or sha256_file(path) != manifest["files"][name]:
+            raise UserError(
+                f"{path} is missing or was changed after it was written; delete {folder} and read the "
+                f"traffic again."
+            )
+        with open(path, encoding="utf-8") as file:
+            sides.append(tuple(Conversation.from_row(json.loads(line)) for line in file))
+    return Traffic(sides[0], sides[1], manifest)
