@@ -6,6 +6,7 @@ own.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -66,7 +67,10 @@ class ToyHead(DraftHead):
         sums = (torch.stack(hits).detach(), torch.stack(counts))
         return LossSums(torch.stack(losses).sum(), torch.stack(counts).sum(), {"acceptance": sums})
 
-    def start(self, rows: int) -> Any:
+    def initialise(self, target: Any) -> None:
+        raise NotImplementedError
+
+    def start(self, prompts: Any) -> Any:
         raise NotImplementedError
 
     def commit(self, state: Any, committed: Committed) -> None:
@@ -177,4 +181,5 @@ def main(folder: str, *pairs: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    # The head's class is part of a run's identity, so it must not be called `__main__.ToyHead`.
+    importlib.import_module("training_toy").main(*sys.argv[1:])

@@ -290,6 +290,10 @@ class StopRequest:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
+    def noted(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal is not None
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal, self._noted = number, time.monotonic()

@@ -11,6 +11,7 @@ import math
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -73,7 +74,7 @@ def train(
     finally:
         run.display.close()
         run.tracker.close(finished=result is not None)
-    if result is None or request.signal is not None:
+    if result is None or request.noted():
         number = request.signal or signal.SIGTERM  # another rank may be the one that was asked
         if run.main:
             stream.write(
@@ -84,16 +85,9 @@ def train(
     return result
 
 
-@dataclass
-class _DistributedOptions(DistributedDataParallelKwargs):  # type: ignore[misc]
-    """Adds what accelerate does not name yet: a head's buffers never change, so they are not sent each step."""
-
-    forward_sync_buffers: bool = True
-
-
 def open_accelerator(settings: TrainSettings) -> Accelerator:
     """Accelerate as this loop uses it; autocast is ours, so two runs of one process may differ in it."""
-    ddp = _DistributedOptions(forward_sync_buffers=False, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     # Without `cpu`, every process on a machine without an accelerator would be a rank 0 of its own.
     cpu = settings.device == "cpu" or not torch.accelerator.is_available()
     return Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=[ddp])
@@ -195,8 +189,16 @@ class _Run:
         )
         optimizer = build_optimizer(self.head, settings.optim)
         self.scheduler = build_scheduler(optimizer, settings.optim, self.total)
-        model, self.optimizer = self.accelerator.prepare(trainee, optimizer)
-        self.gradient = GradientStep(self.accelerator, model, trainee.trainable, settings.seed)
+        with warnings.catch_warnings():  # torch has a new name for the option, accelerate not yet
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            model, self.optimizer = self.accelerator.prepare(trainee, optimizer)
+        self.gradient = GradientStep(
+            self.accelerator,
+            model,
+            trainee.trainable,
+            accumulation=settings.accumulation,
+            seed=settings.seed,
+        )
         if state is not None:
             self.checkpoints.load_rest(state, self.optimizer, self.scheduler)
             self.at = _Position(**state["record"])
@@ -210,13 +212,7 @@ class _Run:
         with contextlib.closing(micro_batches):
             for step in self._steps(at.step):
                 began = time.monotonic()
-                sums = self.gradient(
-                    step.number,
-                    micro_batches,
-                    settings.accumulation,
-                    self.metrics,
-                    request.signal is not None,
-                )
+                sums = self.gradient(step.number, micro_batches, self.metrics, request.noted)
                 norm = self._apply(step, sums)
                 self._count(step, sums, time.monotonic() - began)
                 last = at.step == self.total
@@ -265,7 +261,9 @@ class _Run:
             if not math.isfinite(norm):
                 self._stop(step, f"the norm of the gradient is {norm}")
             self.optimizer.step()
-        self.scheduler.step()
+        with warnings.catch_warnings():  # torch expects the optimizer's step first, also where it is skipped
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 

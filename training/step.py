@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -99,51 +99,65 @@ class StepSums:
 
 
 class GradientStep:
-    """Leaves in the parameters' `.grad` the gradient of the mean loss over one global batch."""
+    """Leaves in the parameters' `.grad` the gradient of the mean loss over one global batch.
+
+    model: the trainee as accelerate wrapped it; trainable: its parameters; accumulation: micro-batches of a
+    rank.
+    """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, trainable: Sequence[nn.Parameter], seed: int
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        trainable: Sequence[nn.Parameter],
+        *,
+        accumulation: int,
+        seed: int,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
         self.trainable = trainable
+        self.accumulation = accumulation
         self.seed = seed
 
     def __call__(
         self,
         step: int,
-        micro_batches: Iterable[TargetFeatures | None],
-        count: int,
+        micro_batches: Iterator[TargetFeatures | None],
         metrics: MetricSums,
-        stop: bool,
+        stop: Callable[[], bool],
     ) -> StepSums:
-        """Take `count` micro-batches, add what they report to `metrics`, and reduce everything else over the
-        ranks.
+        """Take this rank's micro-batches, add what they report to `metrics`, reduce the rest over the ranks.
 
-        With a count of zero supervised positions in all, the gradient is left undefined.
+        stop: asked at the end, so that a signal during the step counts. Where nothing at all was supervised
+        the gradient is left undefined.
         """
-        outputs: list[LossSums] = []
-        tokens = 0
-        for index, features in zip(range(count), micro_batches, strict=False):
-            part = index * self.accelerator.num_processes + self.accelerator.process_index
-            torch.manual_seed(seed_of(self.seed, step, part))
-            last = index == count - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-                sums: LossSums = self.model(features)
-                if sums.loss.requires_grad:
-                    self.accelerator.backward(sums.loss)
-            outputs.append(replace(sums, loss=sums.loss.detach()))
-            tokens += len(features.ids_T) if features is not None else 0
-        for sums in outputs:
+        outputs = [self._backward(step, index, next(micro_batches)) for index in range(self.accumulation)]
+        for sums, _ in outputs:
             metrics.add({name: (a.tolist(), b.tolist()) for name, (a, b) in sums.metrics.items()})
-        loss, positions = (
-            sum(float(sums.loss) for sums in outputs),
-            sum(float(sums.count) for sums in outputs),
+        reduced = self._reduce(
+            StepSums(
+                loss=sum(float(sums.loss) for sums, _ in outputs),
+                count=sum(float(sums.count) for sums, _ in outputs),
+                tokens=sum(tokens for _, tokens in outputs),
+                stop=stop(),
+            )
         )
-        reduced = self._reduce(StepSums(loss, positions, tokens, stop))
         if reduced.count:
             self._divide(reduced.count)
         return reduced
+
+    def _backward(self, step: int, index: int, features: TargetFeatures | None) -> tuple[LossSums, int]:
+        """Add one micro-batch's gradient, with the last one exchange them; returns sums and positions."""
+        part = index * self.accelerator.num_processes + self.accelerator.process_index
+        torch.manual_seed(seed_of(self.seed, step, part))
+        last = index == self.accumulation - 1
+        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+            sums: LossSums = self.model(features)
+            if sums.loss.requires_grad:
+                self.accelerator.backward(sums.loss)
+        tokens = len(features.ids_T) if features is not None else 0
+        return replace(sums, loss=sums.loss.detach()), tokens
 
     def _reduce(self, sums: StepSums) -> StepSums:
         if self.accelerator.num_processes == 1:

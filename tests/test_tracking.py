@@ -1,0 +1,224 @@
+"""Trackers: the JSONL file always has every step once, and W&B neither asks nor stops anything."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from training_toy import metrics_of, toy_head, toy_train, weights_of
+
+from heads.artifact import UserError
+from training.tracking import BarDisplay, JsonlTracker, LineDisplay, WandbTracker, open_display
+
+
+@pytest.fixture(autouse=True)
+def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine on which nobody ever logged in."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+
+
+def test_continuing_removes_later_and_cut_off_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "eval/alpha": 0.5}\n{"step": 3}\n{"step": 4, "lo')
+    tracker = JsonlTracker(tmp_path)
+    tracker.open(step=2, run_id=None, config={})
+    tracker.log(3, {"loss": 0.25})
+    assert path.read_text().splitlines()[3:] == ['{"step": 3, "loss": 0.25}'], "readable before it is closed"
+    tracker.sync()
+    tracker.close(finished=True)
+    tracker.open(step=0, run_id=None, config={})
+    tracker.close(finished=True)
+    assert path.read_text() == ""
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.path = Path("/dev/full")
+    tracker._file = open("/dev/full", "a")
+    with pytest.raises(UserError, match="No space left"):
+        tracker.log(1, {"loss": 1.0})
+
+
+def test_wandb_records_offline_without_a_login_and_continues_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def asked(*_: object) -> str:
+        raise AssertionError("W&B asked for something")
+
+    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr("getpass.getpass", asked)
+    run = tmp_path / "run"
+    first, plain = toy_head(), toy_head()
+    tracker = WandbTracker(run, project="toy")
+    toy_train(run, first, tracker, max_steps=3, stream=io.StringIO())
+    recorded = list((run / "wandb").glob("offline-run-*"))
+    assert tracker.run_id is not None and [path.name.endswith(tracker.run_id) for path in recorded] == [True]
+    state = json.loads((run / "checkpoints/step-00000003/state.json").read_text())
+    assert state["record"]["tracker_run"] == tracker.run_id
+    assert capfd.readouterr().err == ""
+
+    toy_train(tmp_path / "plain", plain, max_steps=3, stream=io.StringIO())
+    assert metrics_of(run) == metrics_of(tmp_path / "plain")
+    assert all((tensor == weights_of(plain)[name]).all() for name, tensor in weights_of(first).items())
+
+    again = WandbTracker(run, project="toy")
+    again.open(step=3, run_id=tracker.run_id, config={})
+    again.log(4, {"loss": 1.0})
+    again.close(finished=True)
+    assert again.run_id == tracker.run_id
+
+
+class FakeRun:
+    """A W&B run that fails from the given call on."""
+
+    id = "abc"
+    url = "https://example.invalid/abc"
+    dir = "/nowhere"
+
+    def __init__(self, fails_after: int, step: int = 0) -> None:
+        self.left = fails_after
+        self.step = step
+        self.logged: list[int] = []
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("the network is gone")
+        self.logged.append(step)
+
+    def finish(self, exit_code: int) -> None:
+        raise RuntimeError("nor can it finish")
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+
+
+def train_with_wandb(tmp_path: Path, caplog: pytest.LogCaptureFixture, **options: Any) -> list[str]:
+    """Train; returns the warnings. The numbers must be those of a run without W&B."""
+    with caplog.at_level(logging.WARNING):
+        result = toy_train(tmp_path / "run", tracker=WandbTracker(tmp_path / "run", **options), max_steps=5)
+    toy_train(tmp_path / "plain", max_steps=5)
+    assert result.steps == 5 and metrics_of(tmp_path / "run") == metrics_of(tmp_path / "plain")
+    return [record.getMessage() for record in caplog.records if record.name == "training.tracking"]
+
+
+def test_a_run_survives_wandb_failing_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake(monkeypatch, lambda **_: FakeRun(fails_after=2))
+    warnings = train_with_wandb(tmp_path, caplog)
+    assert len(warnings) == 1 and "the network is gone" in warnings[0] and "metrics.jsonl" in warnings[0]
+
+
+def test_a_run_survives_wandb_failing_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake(monkeypatch, lambda **_: FakeRun(fails_after=9))
+    assert len(train_with_wandb(tmp_path, caplog)) == 1
+
+
+def test_a_run_survives_without_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    warnings = train_with_wandb(tmp_path, caplog)
+    assert len(warnings) == 1 and "ModuleNotFoundError" in warnings[0]
+
+
+def test_online_that_cannot_begin_becomes_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    modes: list[str] = []
+    run = FakeRun(fails_after=99)
+    run.finish = lambda exit_code: None  # type: ignore[method-assign]
+
+    def init(settings: dict[str, Any], **_: Any) -> FakeRun:
+        modes.append(settings["mode"])
+        if settings["mode"] == "online":
+            raise RuntimeError("the key is not valid")
+        return run
+
+    fake(monkeypatch, init)
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    warnings = train_with_wandb(tmp_path, caplog)
+    assert modes == ["online", "offline"] and run.logged == [1, 2, 3, 4, 5]
+    assert len(warnings) == 1 and "the key is not valid" in warnings[0] and "offline" in warnings[0]
+
+
+def test_steps_that_an_online_run_already_has_are_not_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun(fails_after=99, step=6)
+    fake(monkeypatch, lambda **_: run)
+    tracker = WandbTracker(tmp_path)
+    tracker.open(step=3, run_id="abc", config={})
+    for step in range(4, 8):
+        tracker.log(step, {"loss": 1.0})
+    assert run.logged == [6, 7]
+    assert [line["step"] for line in metrics_of(tmp_path)] == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("environment", "netrc", "asked", "mode"),
+    [
+        ({}, None, None, "offline"),
+        ({}, "machine api.wandb.ai login user password k", None, "online"),
+        ({}, "machine elsewhere.example login user password k", None, "offline"),
+        ({"WANDB_API_KEY": "k"}, None, None, "online"),
+        ({"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, None, None, "offline"),
+        ({"WANDB_MODE": "disabled"}, None, None, "disabled"),
+        ({"WANDB_API_KEY": "k"}, None, "offline", "offline"),
+    ],
+)
+def test_which_mode_is_used(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    netrc: str | None,
+    asked: str | None,
+    mode: str,
+) -> None:
+    seen: list[str] = []
+
+    def init(settings: dict[str, Any], **_: Any) -> FakeRun:
+        seen.append(settings["mode"])
+        return FakeRun(9)
+
+    fake(monkeypatch, init)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if netrc is not None:
+        (tmp_path / "home/.netrc").write_text(netrc + "\n")
+        (tmp_path / "home/.netrc").chmod(0o600)
+    WandbTracker(tmp_path, mode=asked).open(step=0, run_id=None, config={})
+    assert seen == [mode]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    stream = Terminal()
+    display = open_display(stream, 10, 0, 5)
+    assert isinstance(display, BarDisplay)
+    display.update(4, {"loss": 1.5, "acceptance/1": 0.5, "acceptance/2": 0.25, "tokens_per_second": 100.0})
+    display.close()
+    assert (
+        "loss 1.5000  acceptance 0.50 0.25  100 tokens/s" in stream.getvalue() and "4/10" in stream.getvalue()
+    )
+    assert isinstance(open_display(io.StringIO(), 10, 0, 5), LineDisplay)

@@ -1,0 +1,99 @@
+"""Two processes started by `accelerate launch` do what one does with the same global batches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_resume import RaisesSignal
+from training_toy import metrics_of, toy_head, toy_train, weights_of
+
+from heads.artifact import UserError
+from training.checkpoint import Interrupted
+from training.processes import processes_missing, requested_processes, start_missing_processes
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def launch(folder: Path, *values: str, launcher: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *launcher, "-m", "training_toy", str(folder), *values]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+ACCELERATE = ("accelerate.commands.launch", "--cpu", "--num_processes", "2")
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    """Twenty steps, some batches of one document so that a rank has nothing: losses to 1e-5.
+
+    Noise is drawn per micro-batch, so one process with two micro-batches draws the same.
+    """
+    values = {"max_steps": 20, "global_batch_tokens": 48, "epochs": 9}
+    two = launch(tmp_path / "two", *(f"{k}={v}" for k, v in values.items()), launcher=ACCELERATE)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("finished 20, resumed from None") == 2, "two processes must have trained"
+    head = toy_head()
+    toy_train(tmp_path / "one", head, accumulation=2, **values)
+    assert_equal_runs(tmp_path / "one", tmp_path / "two")
+    ranks = [load_file(tmp_path / f"two/weights-{rank}.safetensors") for rank in (0, 1)]
+    for name, tensor in weights_of(head).items():
+        assert torch.equal(ranks[0][name], ranks[1][name]), "the ranks drifted apart"
+        torch.testing.assert_close(ranks[0][name], tensor, rtol=1e-4, atol=1e-5)
+    assert len(list((tmp_path / "two/checkpoints/step-00000020").glob("random-*"))) == 2
+
+
+def test_two_processes_can_go_on_where_one_stopped(tmp_path: Path) -> None:
+    """Also under torchrun; no noise, because one micro-batch has become two."""
+    values: dict[str, Any] = {"max_steps": 12}
+    toy_train(tmp_path / "one", toy_head(noise=0.0), **values)
+    with pytest.raises(Interrupted):
+        toy_train(tmp_path / "two", toy_head(noise=0.0), source=RaisesSignal(5, 15), read_ahead=0, **values)
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    two = launch(tmp_path / "two", "max_steps=12", "noise=0.0", launcher=torchrun)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("finished 12, resumed from 6") == 2
+    assert_equal_runs(tmp_path / "one", tmp_path / "two")
+
+
+def assert_equal_runs(one: Path, two: Path) -> None:
+    pairs = list(zip(metrics_of(one), metrics_of(two), strict=True))
+    for first, second in pairs:
+        assert first["loss"] == pytest.approx(second["loss"], abs=1e-5)
+        for name in ("step", "tokens", "acceptance/1", "acceptance/2", "lr"):
+            assert first[name] == second[name]
+
+
+def test_a_launcher_that_started_too_few_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("RANK", raising=False)
+    assert processes_missing()
+    with pytest.raises(UserError, match="started one CPU process although several were asked for"):
+        toy_train(tmp_path)
+    with pytest.raises(UserError, match="torchrun"):
+        start_missing_processes()  # the parent is pytest's, which asked for nothing
+    monkeypatch.setenv("RANK", "0")
+    assert not processes_missing()
+
+
+@pytest.mark.parametrize(
+    ("command", "count"),
+    [
+        ("accelerate launch --cpu --num_processes 2 -m scripts.train", 2),
+        ("python -m accelerate.commands.launch --num_processes=3 --cpu train.py", 3),
+        ("accelerate launch --num-processes 4 train.py", 4),
+        ("accelerate launch --config_file cpu.yaml train.py", None),
+    ],
+)
+def test_how_many_were_asked_for(command: str, count: int | None) -> None:
+    assert requested_processes(command.split()) == count
