@@ -127,6 +127,15 @@ class VllmCounters:
         """vLLM's per-position acceptance rates: joint, like S(k)."""
         return tuple(count / max(self.num_drafts, 1) for count in self.accepted_per_pos)
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "accepted_per_pos": list(self.accepted_per_pos),
+            "acceptance_length": self.acceptance_length,
+        }
+
 
 def vllm_counters(traces: Sequence[RequestTrace], *, gamma: int) -> VllmCounters:
     """The counters vLLM would show after decoding the same requests with the same draft."""

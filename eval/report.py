@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 PLAIN = "none"  # the proposer of plain decoding
 UNTRAINED = (PLAIN, "prompt_lookup")
-_WIDEST = ("float64", "float32")
+WIDEST = ("float64", "float32")
 SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -124,7 +124,7 @@ def _rows(run: Run, plain: Sequence[RequestTrace], *, resamples: int, seed: int)
                 **whole,
                 "identical_requests": _identical(traces, different),
                 "looping_requests": len(traces) - len(steady),
-                "vllm_counters": asdict(vllm_counters(traces, gamma=run.gamma)),
+                "vllm_counters": vllm_counters(traces, gamma=run.gamma).to_json(),
                 "without_looping": whole if len(steady) == len(traces) else numbers(steady),
             }
         )
@@ -189,9 +189,7 @@ def headline_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 def proof_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The headline's rows whose texts were compared, widest dtype first: there identity is a proof."""
     rows = [row for row in headline_rows(report) if row["identical_requests"] is not None]
-    return sorted(
-        rows, key=lambda row: _WIDEST.index(row["dtype"]) if row["dtype"] in _WIDEST else len(_WIDEST)
-    )
+    return sorted(rows, key=lambda row: WIDEST.index(row["dtype"]) if row["dtype"] in WIDEST else len(WIDEST))
 
 
 def verdict(report: Mapping[str, Any]) -> str:

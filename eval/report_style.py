@@ -9,7 +9,7 @@ STYLE = """
 --rule:#30343a;--s1:#55c7b8;--s2:#eaa15c;--s3:#9aa8f0;--s4:#dd97cc;--good:#7fcf96;--bad:#f09087}}
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%}
-body{margin:0;background:var(--paper);color:var(--ink);
+body{margin:0;overflow-wrap:anywhere;background:var(--paper);color:var(--ink);
 font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 main{max-width:1180px;margin:0 auto;padding:44px 32px 72px}
 h1,h2{font-family:Charter,"Bitstream Charter","Iowan Old Style",Georgia,"Times New Roman",serif;
@@ -19,7 +19,7 @@ max-width:32em;text-wrap:pretty}
 h2{font-size:1.4rem;margin:3.2rem 0 .8rem;padding-top:1.2rem;border-top:1px solid var(--rule)}
 h3{font-size:1rem;font-weight:650;margin:0 0 .15rem}
 p{margin:0 0 1em}
-.over{color:var(--soft);font-size:.86rem;margin:0;overflow-wrap:anywhere}
+.over{color:var(--soft);font-size:.86rem;margin:0}
 .lead{max-width:44em}
 .note{color:var(--soft);font-size:.9rem;max-width:52em}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(210px,1fr));gap:14px;margin:1.8rem 0 1.5rem}
@@ -52,32 +52,37 @@ svg .whisker{stroke:var(--c);stroke-width:5;stroke-opacity:.3;stroke-linecap:rou
 svg .dot{fill:var(--c)}
 svg .hollow{fill:var(--card);stroke:var(--c);stroke-width:1.6}
 .scroll{overflow-x:auto;margin:0 0 1.4rem}
-table{border-collapse:collapse;width:100%;font-size:.84rem;font-variant-numeric:tabular-nums lining-nums}
+table{border-collapse:separate;border-spacing:0;width:100%;font-size:13.5px;line-height:20px;
+font-variant-numeric:tabular-nums lining-nums}
 caption{text-align:left;font-weight:650;padding:.3rem 0 .45rem;position:sticky;left:0}
 th{color:var(--soft);font-weight:500;text-align:right;border-bottom:1px solid var(--rule)}
 th,td{padding:5px 0 5px 11px;white-space:nowrap}
 td{text-align:right;border-bottom:1px solid var(--rule)}
 th:first-child,td:first-child{text-align:left;padding-left:0;padding-right:8px;position:sticky;left:0;
-background:var(--paper)}
+background:var(--paper);max-width:15em;overflow:hidden;text-overflow:ellipsis}
 .all td{font-weight:600}.part td{color:var(--soft)}.part td:first-child{padding-left:14px}
 .facts td{text-align:left;white-space:normal;overflow-wrap:anywhere;vertical-align:top}
 .facts td:first-child{color:var(--soft);width:15em;min-width:8em;position:static}
-.good b{color:var(--good)}.bad b{color:var(--bad)}
+.good b{color:var(--good)}
+.near b{color:var(--s2)}.bad b{color:var(--bad)}
 dl{display:grid;grid-template-columns:minmax(11em,max-content) 1fr;gap:.5rem 1.6rem;margin:0;font-size:.92rem}
 dt{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:.84rem;padding-top:.12rem}
 dd{margin:0;max-width:46em}
 pre{overflow-x:auto;font-size:.8rem;line-height:1.45;background:var(--card);border:1px solid var(--rule);
 border-radius:8px;padding:14px}
 summary{cursor:pointer}
-@media (max-width:1020px){.figures{grid-template-columns:repeat(2,minmax(0,1fr))}}
+@media (max-width:1020px){.figures{grid-template-columns:repeat(2,minmax(0,1fr))}
+.tiles{grid-template-columns:1fr 1fr}}
 @media (max-width:680px){main{padding:26px 16px 48px}.figures{grid-template-columns:minmax(0,1fr)}
-.tiles{grid-template-columns:1fr 1fr;gap:10px}.tiles div{padding:12px 13px}.tiles b{font-size:1.65rem}
+.tiles{gap:10px}.tiles div{padding:12px 13px}.tiles b{font-size:1.65rem}
 .tiles span{font-size:.92rem}dl{grid-template-columns:1fr;gap:.1rem}dd{margin-bottom:.75rem}
-.facts td:first-child{width:auto}}
+.facts td:first-child{width:42%}table:not(.facts) td:first-child{max-width:9.5em}}
 @media print{:root{--paper:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;
 --s1:#0b6b63;--s2:#b3590f;--s3:#4c5fb8;--s4:#8c3f7c;--good:#2c6e3f;--bad:#a3342c}
 body{font-size:10.5pt}main{max-width:none;padding:0}h2{margin-top:1.6rem;break-after:avoid}
-figure,.tiles div,tr{break-inside:avoid}.figures{grid-template-columns:1fr 1fr}
+figure,.tiles div,table{break-inside:avoid}.facts{break-inside:auto}
+.tiles{grid-template-columns:repeat(4,1fr)}.figures{grid-template-columns:repeat(3,minmax(0,1fr));gap:10px}
+figure{padding:10px 10px 6px}@page{margin:14mm}
 .scroll{overflow:visible}table{font-size:7.6pt}th,td{padding-left:7px}
 details::details-content{content-visibility:visible;block-size:auto}pre{white-space:pre-wrap}}
 """
