@@ -238,9 +238,7 @@ def _collect(
         rounds = trace.rounds
         proposed = [r.proposed for r in rounds]
         if max(proposed, default=0) > gamma:
-            raise ValueError(
-                f"{trace.request_id}: {max(proposed)} tokens proposed, gamma={gamma}; raise gamma."
-            )
+            raise ValueError(f"{trace.request_id}: {max(proposed)} tokens proposed, gamma={gamma}; raise gamma.")
         betas = [b for r in rounds for b in r.beta]
         clock = [n for t in pairs.get(trace.request_id, ()) for n in (t.seconds, len(t.tokens))] or [0.0] * 4
         columns = [
@@ -308,9 +306,7 @@ def measure(
     uncut = [r for r in rounds if not r.cut]
     clocks = {t.request_id: t for t in (traces if timed is None else timed)}
     twins = {t.request_id: t for t in plain if t.request_id in clocks}
-    pairs = {
-        t.request_id: (clocks[t.request_id], twins[t.request_id]) for t in traces if t.request_id in twins
-    }
+    pairs = {t.request_id: (clocks[t.request_id], twins[t.request_id]) for t in traces if t.request_id in twins}
     clocked = [clocks[t.request_id] for t in traces if t.request_id in clocks]
     seconds = math.fsum(t.seconds for t in clocked)
     got = _estimate(_collect(traces, pairs, gamma), resamples, seed) if traces else _nothing(gamma)

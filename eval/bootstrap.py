@@ -61,9 +61,7 @@ def cluster_intervals(
         return statistic(weights_BR.astype(np.float64)).T
 
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", stats.DegenerateDataWarning
-        )  # what it warns of is NaN, and is returned
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # what it warns of is NaN, and is returned
         bound = stats.bootstrap(
             (np.arange(clusters),),
             from_indices,

@@ -70,9 +70,7 @@ def build_report(
         raise ValueError("Two runs have the same proposer, dtype, temperature and gamma; merge or drop one.")
     for run in runs:
         assert len({t.request_id for t in run.traces}) == len(run.traces), f"{run.proposer}: a request twice"
-    results = [
-        row for run in runs for row in _rows(run, _baseline(run, runs), resamples=resamples, seed=seed)
-    ]
+    results = [row for run in runs for row in _rows(run, _baseline(run, runs), resamples=resamples, seed=seed)]
     report: dict[str, Any] = {
         "format": FORMAT,
         "verdict": "",
@@ -101,10 +99,10 @@ def _baseline(run: Run, runs: Sequence[Run]) -> Sequence[RequestTrace]:
 
 
 def _rows(run: Run, plain: Sequence[RequestTrace], *, resamples: int, seed: int) -> list[dict[str, Any]]:
-    """One row over all requests, then one per slice in order of appearance."""
+    """One row over all requests, then one per slice in order of appearance; a slice named "all" is the first."""
     different = None if run.divergences is None else {d.request for d in run.divergences}
     rows = []
-    for name in ["all", *dict.fromkeys(t.slice for t in run.traces)]:
+    for name in dict.fromkeys(["all", *(t.slice for t in run.traces)]):
         traces = [t for t in run.traces if name in ("all", t.slice)]
         steady = [t for t in traces if not is_looping(t)]
 
@@ -157,9 +155,7 @@ def _identity(runs: Sequence[Run]) -> dict[str, Any]:
             continue
         entry = proof.setdefault(run.dtype, {"requests": set(), "identical": 0, "divergences": []})
         entry["requests"] |= {t.request_id for t in run.traces}
-        entry["divergences"] += [
-            {**asdict(d), "proposer": run.proposer, "gamma": run.gamma} for d in run.divergences
-        ]
+        entry["divergences"] += [{**asdict(d), "proposer": run.proposer, "gamma": run.gamma} for d in run.divergences]
     for entry in proof.values():
         entry["requests"] = len(entry["requests"])
         entry["identical"] = entry["requests"] - len({d["request"] for d in entry["divergences"]})

@@ -96,10 +96,7 @@ def _gamma_figure(rows: Sequence[Row], css: Mapping[str, str]) -> str:
     longest = max(own, key=lambda r: r["gamma"])
     last = max(r["gamma"] for r in rows) + 2
     name = css[first["proposer"]]
-    partial = [
-        (float(k), exact(1 + sum(s or 0 for s in longest["survival"][:k])))
-        for k in range(longest["gamma"] + 1)
-    ]
+    partial = [(float(k), exact(1 + sum(s or 0 for s in longest["survival"][:k]))) for k in range(longest["gamma"] + 1)]
     known = {r["gamma"] for r in own}
     curves = [
         Series("formula", "f", _formula_curve(first, last), dots=False),
@@ -142,10 +139,7 @@ def _slice_figure(report: Row, rows: Sequence[Row], css: Mapping[str, str], key:
     title, axis, words = _BY_SLICE[key]
     found = {r["proposer"]: _slices(report, r) for r in rows}
     names = list(dict.fromkeys(name for slices in found.values() for name in slices))
-    groups = [
-        (name, [(css[p], slices[name][key]) for p, slices in found.items() if name in slices])
-        for name in names
-    ]
+    groups = [(name, [(css[p], slices[name][key]) for p, slices in found.items() if name in slices]) for name in names]
     values = [e["high"] or e["value"] or 0 for _, dots in groups for _, e in dots]
     ticks = SHARES if key == "alpha" else nice_ticks(1, max([*values, 2]), 4)
     chart = dot_chart(groups, x_label=axis, label=title, x_ticks=ticks)
@@ -177,7 +171,5 @@ def _speed_figure(report: Row) -> str:
         x_ticks=ticks,
         mark=1.0,
     )
-    words = (
-        "Tokens per second with the draft against without it. Left of the marked line the draft slows down."
-    )
+    words = "Tokens per second with the draft against without it. Left of the marked line the draft slows down."
     return _figure("Speed by slice", words, chart, [(css[d], d) for d in css])

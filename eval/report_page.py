@@ -188,9 +188,7 @@ def _numbers(report: Row) -> str:
         for row in rows:
             overall = row["slice"] == "all"
             name = row["proposer"] if overall else row["slice"]
-            lines.append(
-                _row([name, *(show(row) for show in COLUMNS.values())], "all" if overall else "part")
-            )
+            lines.append(_row([name, *(show(row) for show in COLUMNS.values())], "all" if overall else "part"))
         tables.append(_table(["draft", *COLUMNS], lines, title))
     note = (
         "One round is one pass of the target. Square brackets: 95 % intervals. More (means per request, "

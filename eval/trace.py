@@ -81,12 +81,9 @@ class RequestTrace:
         """The inverse of `to_json`, from parsed JSON."""
         missing = [f.name for f in fields(cls) if f.name not in value]
         if missing:
-            raise ValueError(
-                f"A trace lacks {', '.join(missing)}: written by another version; evaluate again."
-            )
+            raise ValueError(f"A trace lacks {', '.join(missing)}: written by another version; evaluate again.")
         rounds = [
-            Round(r["proposed"], r["accepted"], r["cut"], tuple(r["beta"]), r["verified"])
-            for r in value["rounds"]
+            Round(r["proposed"], r["accepted"], r["cut"], tuple(r["beta"]), r["verified"]) for r in value["rounds"]
         ]
         return cls(**{**{f.name: value[f.name] for f in fields(cls)}, "rounds": rounds})
 

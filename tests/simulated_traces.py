@@ -39,9 +39,7 @@ def plain_of(trace: RequestTrace) -> RequestTrace:
     """The same text without a draft."""
     rounds = [Round(0, 0)] * (len(trace.tokens) - 1)
     seconds = PLAIN_SECONDS * len(trace.tokens)
-    return RequestTrace(
-        trace.request_id, trace.slice, trace.prompt_length, trace.tokens, rounds, trace.finish, seconds
-    )
+    return RequestTrace(trace.request_id, trace.slice, trace.prompt_length, trace.tokens, rounds, trace.finish, seconds)
 
 
 def walk_text(right_at: Sequence[bool], *, gamma: int) -> list[Round]:
@@ -60,9 +58,7 @@ def walk_text(right_at: Sequence[bool], *, gamma: int) -> list[Round]:
     return rounds
 
 
-def correlated_text(
-    rng: np.random.Generator, *, length: int, memory: float, spread: float, level: float
-) -> np.ndarray:
+def correlated_text(rng: np.random.Generator, *, length: int, memory: float, spread: float, level: float) -> np.ndarray:
     """Acceptance probabilities along a text whose difficulty drifts: a logistic autoregression."""
     noise = rng.standard_normal(length) * np.sqrt(1 - memory**2)
     state = np.empty(length)
@@ -78,6 +74,4 @@ def clustered_requests(
     """Every request has an α of its own, drawn from a Beta; inside it acceptances are independent."""
     for index, alpha in enumerate(rng.beta(*shape, size=requests)):
         own = iid_rounds(rng, alpha=float(alpha), gamma=gamma, count=rounds)
-        yield trace_of(
-            own, request_id=f"r{index}", slice_name=("chat", "code", "tools")[index % 3], seed=index
-        )
+        yield trace_of(own, request_id=f"r{index}", slice_name=("chat", "code", "tools")[index % 3], seed=index)

@@ -61,9 +61,7 @@ def test_cut_round_is_censored_at_its_last_examined_position() -> None:
     m = measure([trace_of([Round(3, 3), Round(3, 2), Round(3, 0), last])], gamma=3)
     assert (m.rounds, m.rounds_cut, m.examined, m.accepted) == (4, 1, 3 + 3 + 1 + 2, 7)
     assert m.alpha.value == pytest.approx(7 / 9)
-    assert values(m.alpha_by_position) == pytest.approx(
-        [3 / 4, 3 / 3, 1 / 2]
-    )  # depth 3: the cut round unseen
+    assert values(m.alpha_by_position) == pytest.approx([3 / 4, 3 / 3, 1 / 2])  # depth 3: the cut round unseen
     assert values(m.survival) == pytest.approx([3 / 4, 3 / 4, 3 / 8])
     assert m.tokens_per_round.value == pytest.approx(1 + 3 / 4 + 3 / 4 + 3 / 8)
     assert m.tokens_per_round_uncut == pytest.approx((4 + 3 + 1) / 3)
@@ -114,12 +112,7 @@ def test_all_accepted_is_the_limit_of_the_formula() -> None:
         warnings.simplefilter("error")
         m = measure(traces, gamma=4)
     assert m.alpha == Estimate(1.0, 1.0, 1.0)
-    assert (
-        m.tokens_per_round.value
-        == 5.0
-        == m.expected_tokens_per_round.value
-        == formula_tokens_per_round(1.0, 4)
-    )
+    assert m.tokens_per_round.value == 5.0 == m.expected_tokens_per_round.value == formula_tokens_per_round(1.0, 4)
     assert m.formula_gap == Estimate(0.0, 0.0, 0.0)
 
 
@@ -149,9 +142,7 @@ def test_expected_acceptance_pools_over_examined_positions() -> None:
 def test_speedup_is_the_ratio_of_summed_seconds_at_equal_texts() -> None:
     drafted = [trace_of([Round(4, 3)] * 3, request_id=f"r{i}", seconds=1.0 + i) for i in range(10)]
     plain = [
-        RequestTrace(
-            t.request_id, t.slice, 12, t.tokens, [Round(0, 0)] * (len(t.tokens) - 1), "length", 2.0 + i
-        )
+        RequestTrace(t.request_id, t.slice, 12, t.tokens, [Round(0, 0)] * (len(t.tokens) - 1), "length", 2.0 + i)
         for i, t in enumerate(drafted)
     ]
     m = measure(drafted, gamma=4, plain=plain)
@@ -221,9 +212,7 @@ def test_intervals_are_reproducible_and_ordered() -> None:
 
 
 def test_two_thousand_resamples_take_well_below_a_second() -> None:
-    traces = list(
-        clustered_requests(np.random.default_rng(5), requests=200, rounds=40, gamma=7, shape=(6, 4))
-    )
+    traces = list(clustered_requests(np.random.default_rng(5), requests=200, rounds=40, gamma=7, shape=(6, 4)))
     start = time.perf_counter()
     measure(traces, gamma=7, resamples=2000)
     assert time.perf_counter() - start < 1.0  # 0.1 s on one core of the slowest machine tried
@@ -308,14 +297,9 @@ def test_every_number_has_a_definition() -> None:
 # Against a known truth
 
 
-def iid_texts(
-    rng: np.random.Generator, *, alpha: float, gamma: int, requests: int, length: int
-) -> list[RequestTrace]:
+def iid_texts(rng: np.random.Generator, *, alpha: float, gamma: int, requests: int, length: int) -> list[RequestTrace]:
     texts = rng.random((requests, length)) < alpha
-    return [
-        trace_of(walk_text(list(text), gamma=gamma), request_id=f"r{i}", seed=i)
-        for i, text in enumerate(texts)
-    ]
+    return [trace_of(walk_text(list(text), gamma=gamma), request_id=f"r{i}", seed=i) for i, text in enumerate(texts)]
 
 
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.6, 4), (0.85, 7), (0.3, 3)])
@@ -389,9 +373,7 @@ def test_expected_acceptance_is_the_same_number_with_less_noise() -> None:
         m = measure(traces, gamma=4, resamples=0)
         counted.append(m.alpha.value)
         expected.append(m.alpha_expected.value)
-    assert np.mean(counted) == pytest.approx(0.6, abs=0.003) and np.mean(expected) == pytest.approx(
-        0.6, abs=0.003
-    )
+    assert np.mean(counted) == pytest.approx(0.6, abs=0.003) and np.mean(expected) == pytest.approx(0.6, abs=0.003)
     assert np.std(expected) < 0.5 * np.std(counted)
 
 

@@ -37,9 +37,7 @@ def lookup_traces(traces: list[RequestTrace], seed: int = 1) -> list[RequestTrac
     rng = np.random.default_rng(seed)
     made = []
     for t in traces:
-        rounds = [
-            Round(n, int(rng.random() < 0.3 and n > 0)) for n in rng.choice([0, 0, 2, 4], size=40).tolist()
-        ]
+        rounds = [Round(n, int(rng.random() < 0.3 and n > 0)) for n in rng.choice([0, 0, 2, 4], size=40).tolist()]
         made.append(trace_of(rounds, request_id=t.request_id, slice_name=t.slice))
     return made
 
@@ -54,10 +52,7 @@ def full_runs() -> list[Run]:
             differs = [Divergence("r4", 11, 5, 6, 0.004)] if dtype == "bfloat16" else []
             compared = differs if temperature == 0 else None
             if temperature > 0:
-                traces = [
-                    replace(t, rounds=[replace(r, beta=(0.6,) * r.examined) for r in t.rounds])
-                    for t in traces
-                ]
+                traces = [replace(t, rounds=[replace(r, beta=(0.6,) * r.examined) for r in t.rounds]) for t in traces]
             runs.append(Run("eagle3", dtype, temperature, 4, traces, compared))
             runs.append(Run("prompt_lookup", dtype, temperature, 4, lookup_traces(traces), None))
             runs.append(Run("none", dtype, temperature, 0, [plain_of(t) for t in traces], None))
@@ -70,9 +65,7 @@ def report() -> dict[str, Any]:
 
 
 def is_estimate(value: Any) -> bool:
-    return set(value) == {"value", "low", "high"} and all(
-        v is None or isinstance(v, float) for v in value.values()
-    )
+    return set(value) == {"value", "low", "high"} and all(v is None or isinstance(v, float) for v in value.values())
 
 
 ESTIMATES = ("alpha", "alpha_macro", "tokens_per_round", "tokens_per_round_macro", "formula_gap")
@@ -85,11 +78,7 @@ def test_stable_keys_and_their_types(report: dict[str, Any]) -> None:
     assert len(report["results"]) == 12 * 4  # 12 runs, each over all requests and three slices
     for row in report["results"]:
         gamma = row["gamma"]
-        assert (
-            isinstance(row["proposer"], str)
-            and isinstance(row["dtype"], str)
-            and isinstance(row["slice"], str)
-        )
+        assert isinstance(row["proposer"], str) and isinstance(row["dtype"], str) and isinstance(row["slice"], str)
         assert isinstance(row["temperature"], float) and isinstance(gamma, int)
         assert all(is_estimate(row[key]) for key in ESTIMATES)
         assert all(isinstance(row[key], int) for key in COUNTS)
@@ -115,9 +104,7 @@ def test_rows_say_what_was_measured(report: dict[str, Any]) -> None:
         row["expected_tokens_per_round"] / row["tokens_per_round"]["value"] - 1
     )
     assert row["tokens_per_round"]["value"] == pytest.approx(1 + sum(row["survival"]))
-    slices = [
-        r for r in find_rows(report, proposer="eagle3", dtype="float32", temperature=0.0) if r is not row
-    ]
+    slices = [r for r in find_rows(report, proposer="eagle3", dtype="float32", temperature=0.0) if r is not row]
     for key in ("requests", "rounds", "tokens", "looping_requests"):
         assert sum(r[key] for r in slices) == row[key]
     assert row["looping_requests"] == 1 and row["without_looping"]["requests"] == row["requests"] - 1
@@ -135,9 +122,7 @@ def test_speedup_is_against_plain_decoding_of_the_same_setting() -> None:
     assert rows[0]["speedup"]["value"] == pytest.approx(2.0)
     assert rows[0]["speedup"]["low"] == pytest.approx(2.0)
     assert rows[1]["speedup"] is None
-    timed = replace(
-        runs[1], timed=[replace(t, seconds=3 * own.seconds) for t, own in zip(slow, traces, strict=True)]
-    )
+    timed = replace(runs[1], timed=[replace(t, seconds=3 * own.seconds) for t, own in zip(slow, traces, strict=True)])
     rows = headline_rows(build_report(runs=[runs[0], timed], resamples=0, **META))
     assert rows[0]["speedup"]["value"] == pytest.approx(3.0)
 
@@ -162,9 +147,7 @@ def test_verdict_names_every_dtype_and_hides_nothing(report: dict[str, Any]) -> 
     assert "24 of 24 requests in float32 and on 23 of 24 in bfloat16" in verdict
 
 
-@pytest.mark.parametrize(
-    ("factor", "words"), [(0.5, "slower than without"), (1.0, "no measurable difference")]
-)
+@pytest.mark.parametrize(("factor", "words"), [(0.5, "slower than without"), (1.0, "no measurable difference")])
 def test_verdict_admits_what_is_not_faster(factor: float, words: str) -> None:
     traces = head_traces()
     noise = np.random.default_rng(0).normal(1, 0.05, size=len(traces))
@@ -193,9 +176,7 @@ def test_terminal_table_fits_eighty_columns(report: dict[str, Any]) -> None:
 
 def test_terminal_table_fits_with_the_widest_numbers_that_occur() -> None:
     traces = [
-        trace_of(
-            [Round(16, 16)] * 9 + [Round(16, int(i % 16))], request_id=f"r{i}", slice_name="a_long_slice_name"
-        )
+        trace_of([Round(16, 16)] * 9 + [Round(16, int(i % 16))], request_id=f"r{i}", slice_name="a_long_slice_name")
         for i in range(240)
     ]
     runs = [Run("a_rather_long_proposer", "bfloat16", 0.0, 16, traces, [])]
@@ -206,9 +187,7 @@ def test_terminal_table_fits_with_the_widest_numbers_that_occur() -> None:
 
 def test_markdown_has_a_row_per_result(report: dict[str, Any]) -> None:
     rows = [line for line in to_markdown(report).splitlines() if line.startswith("| ")]
-    assert (
-        len(rows) == 1 + 8 * 4 + 4
-    )  # heading; two drafts in four settings by slice; plain decoding once each
+    assert len(rows) == 1 + 8 * 4 + 4  # heading; two drafts in four settings by slice; plain decoding once each
     assert len({row.count("|") for row in rows}) == 1
 
 
@@ -272,8 +251,7 @@ HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;|\n'
 
 def test_page_and_tables_escape_what_comes_from_data() -> None:
     traces = [
-        trace_of([Round(4, 2)] * 3, request_id=f"{HOSTILE}{i}", slice_name=HOSTILE, seconds=1.0)
-        for i in range(9)
+        trace_of([Round(4, 2)] * 3, request_id=f"{HOSTILE}{i}", slice_name=HOSTILE, seconds=1.0) for i in range(9)
     ]
     found = [Divergence(f"{HOSTILE}1", 3, 1, None, None)]
     runs = [
@@ -307,9 +285,7 @@ def minimal(kind: str) -> list[Run]:
         "never proposes": [Run("prompt_lookup", "float32", 0.0, 4, [trace_of([Round(0, 0)] * 3)])],
         "never right": [Run("eagle3", "float32", 0.0, 4, [trace_of([Round(4, 0)] * 3)])],
         "always right": [Run("eagle3", "float32", 0.0, 4, [trace_of([Round(4, 4)] * 3)])],
-        "end at once": [
-            Run("eagle3", "float32", 0.0, 4, [RequestTrace("r", "chat", 2, [0], [], "stop", 0.1)])
-        ],
+        "end at once": [Run("eagle3", "float32", 0.0, 4, [RequestTrace("r", "chat", 2, [0], [], "stop", 0.1)])],
         "all looping": [Run("eagle3", "float32", 0.0, 4, [trace_of([Round(4, 4)] * 8, tokens=[1] * 41)])],
         "several gamma": [Run("eagle3", "float32", 0.0, g, head_traces(12, g), []) for g in (1, 3, 5)],
         "no request": [Run("eagle3", "float32", 0.0, 4, [], [])],
