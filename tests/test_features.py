@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from training_toy import ToyRef, ToySource, toy_head
 
 from heads.artifact import UserError
+from tests.training_toy import ToyRef, ToySource, toy_head
 from training.features import BatchPlan, pack, read_ahead, truncate, unpack
 
 

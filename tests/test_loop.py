@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from training_toy import ToySource, metrics_of, toy_head, toy_settings, toy_train, weights_of
 
 from heads.artifact import UserError
+from tests.training_toy import ToySource, metrics_of, toy_head, toy_settings, toy_train, weights_of
 from training.features import BatchPlan, pack
 from training.optim import OptimSettings, build_optimizer, build_scheduler, parameter_groups
 from training.step import seed_of

@@ -20,10 +20,10 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
-from training_toy import ToyHead, ToyRef, ToySource, metrics_of, toy_head, toy_train, weights_of
 
 from heads.artifact import UserError
 from heads.base import TargetFeatures
+from tests.training_toy import ToyHead, ToyRef, ToySource, metrics_of, toy_head, toy_train, weights_of
 from training.checkpoint import CheckpointFolder, Interrupted, differences, random_state, restore_random
 from training.features import BatchPlan
 
@@ -112,12 +112,11 @@ def test_losing_everything_since_a_checkpoint_changes_nothing(tmp_path: Path, st
 
 
 def command(folder: Path, *values: str) -> list[str]:
-    return [sys.executable, "-m", "training_toy", str(folder), *values]
+    return [sys.executable, "-m", "tests.training_toy", str(folder), *values]
 
 
 def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def lines_of(folder: Path) -> list[str]:

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from training_toy import metrics_of, toy_head, toy_train, weights_of
 
 from heads.artifact import UserError
+from tests.training_toy import metrics_of, toy_head, toy_train, weights_of
 from training.tracking import BarDisplay, JsonlTracker, LineDisplay, WandbTracker, open_display
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_resume import RaisesSignal
-from training_toy import metrics_of, toy_head, toy_train, weights_of
 
 from heads.artifact import UserError
+from tests.test_resume import RaisesSignal
+from tests.training_toy import metrics_of, toy_head, toy_train, weights_of
 from training.checkpoint import Interrupted
 from training.processes import processes_missing, requested_processes, start_missing_processes
 
@@ -22,9 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def launch(folder: Path, *values: str, launcher: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *launcher, "-m", "training_toy", str(folder), *values]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *launcher, "-m", "tests.training_toy", str(folder), *values]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 

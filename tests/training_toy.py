@@ -1,7 +1,7 @@
 """A small head and documents in memory, for the tests of the training loop; also a program that trains them.
 
-Not a test by itself: `python -m training_toy FOLDER key=value …` is what the tests start as a process of its
-own.
+Not a test by itself: `python -m tests.training_toy FOLDER key=value …` is what the tests start as a process
+of its own.
 """
 
 from __future__ import annotations
@@ -182,4 +182,4 @@ def main(folder: str, *pairs: str) -> None:
 
 if __name__ == "__main__":
     # The head's class is part of a run's identity, so it must not be called `__main__.ToyHead`.
-    importlib.import_module("training_toy").main(*sys.argv[1:])
+    importlib.import_module("tests.training_toy").main(*sys.argv[1:])
