@@ -167,9 +167,7 @@ class _Batch:
                 drafted = proposal.tokens_BN[index, : kept[index] - 1].tolist()
                 self._settle(row, int(proposal.count_B[index]), drafted, int(verdict.next_B[index]), verdict, index)
 
-    def _settle(
-        self, row: _Row, proposed: int, drafted: list[int], added: int, verdict: Verdict, index: int
-    ) -> None:
+    def _settle(self, row: _Row, proposed: int, drafted: list[int], added: int, verdict: Verdict, index: int) -> None:
         """Add a round's tokens to a row's text, up to the end of text or the length limit."""
         kept = self._extend(row, [*drafted, added])
         cut = kept <= len(drafted)
@@ -194,7 +192,7 @@ class _Batch:
         logits_BNV = self.target.logits(last_BND)
         if not torch.isfinite(logits_BNV).all():
             raise UserError(
-                "The target's logits are not finite; run it in a wider type (target.dtype=float32) or choose another one."
+                "The target's logits are not finite; run it in a wider type (target.dtype=float32) or choose another."
             )
         if self.settings.sampling.greedy:
             return verify_greedy(logits_BNV, proposal.tokens_BN, proposal.count_B)

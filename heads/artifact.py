@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,9 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
         os.replace(name, path)
     except OSError as error:
         Path(name).unlink(missing_ok=True)
-        raise UserError(f"Cannot write {path}: {error.strerror}; free some space there or choose another folder.") from error
+        raise UserError(
+            f"Cannot write {path}: {error.strerror}; free some space there or choose another folder."
+        ) from error
     sync_folder(path.parent)
 
 
@@ -85,7 +87,7 @@ def provenance(config: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "dirty": dirty,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}},
         "machine": {"system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count()},
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "config": dict(config) if config is not None else None,
     }
 
@@ -118,7 +120,9 @@ def read_manifest(folder: str | Path, kind: str) -> dict[str, Any]:
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():
-        raise UserError(f"{folder} holds no finished {kind} artifact (no {MANIFEST}); run the stage that makes it first.")
+        raise UserError(
+            f"{folder} holds no finished {kind} artifact (no {MANIFEST}); run the stage that makes it first."
+        )
     try:
         manifest = json.loads(path.read_text())
     except json.JSONDecodeError as error:

@@ -15,13 +15,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from heads.artifact import UserError
 from heads.vocab import DraftVocabulary
+
+if TYPE_CHECKING:  # heads.target builds on the values of this module
+    from heads.target import FrozenTarget
 
 Draw = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """Draws one token per row from draft logits [B, W]: (index_B into W, the distribution drawn from [B, W] or None when
@@ -166,6 +169,10 @@ class DraftHead(nn.Module, ABC):
     def forward(self, features: TargetFeatures) -> LossSums:
         """The training loss; `forward` so that distributed wrappers see the call."""
         return self.loss(features)
+
+    @abstractmethod
+    def initialise(self, target: FrozenTarget) -> None:
+        """Set the starting weights, from the target's own where they help."""
 
     @abstractmethod
     def loss(self, features: TargetFeatures) -> LossSums:

@@ -19,8 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from heads.artifact import UserError
 from heads.base import Committed, DraftHead, Draw, FeatureNeeds, LossSums, Proposal, TargetFeatures, TargetWeights
 from heads.cache import BlockCache
-from heads.layers import BlockSizes, Columns, DraftBlock, rotary, unrolled_attention
+from heads.layers import BlockSizes, Columns, DraftBlock, copy_last_layer, rotary, unrolled_attention
 from heads.losses import KERNELS, TargetRows, unrolled_loss
+from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
 
 
@@ -69,9 +70,18 @@ class Eagle3Head(DraftHead):
         needs = FeatureNeeds(taps=tuple(taps) if taps is not None else default_taps(sizes.num_target_layers))
         needs.check(sizes.num_target_layers)
         if loss not in KERNELS or depth < 1:
-            raise UserError(f"head.loss={loss} head.depth={depth}: the loss is one of {', '.join(KERNELS)}, the depth ≥ 1.")
+            raise UserError(
+                f"head.loss={loss} head.depth={depth}: the loss is one of {', '.join(KERNELS)}, the depth ≥ 1."
+            )
         flags = {"norm_before_residual": norm_before_residual, "fc_norm": fc_norm, "norm_output": norm_output}
-        arguments = {"sizes": asdict(sizes), "taps": list(needs.taps), "depth": depth, "decay": decay, "loss": loss, **flags}
+        arguments = {
+            "sizes": asdict(sizes),
+            "taps": list(needs.taps),
+            "depth": depth,
+            "decay": decay,
+            "loss": loss,
+            **flags,
+        }
         super().__init__(needs=needs, vocab=vocab, arguments=arguments)
         config, width = sizes.llama_config(), sizes.hidden_size
         self.depth, self.decay, self.loss_kind = depth, decay, loss
@@ -89,6 +99,22 @@ class Eagle3Head(DraftHead):
         super().attach(target)
         # The target's logits over the draft vocabulary need these rows only.
         self._rows = [target.lm_head_VD[self.vocab.ids_W.to(target.lm_head_VD.device)]]
+
+    @torch.no_grad()
+    def initialise(self, target: FrozenTarget) -> None:
+        """Start from the target: the block from its last layer, the norms, and the rows of its vocabulary projection;
+        fc hands on the highest tap. What reads the embedding starts small and random."""
+        width, std = self.fc.out_features, 0.02
+        for projection in (self.layer.self_attn.q_proj, self.layer.self_attn.k_proj, self.layer.self_attn.v_proj):
+            projection.weight[:, :width].normal_(0, std)
+        gains = copy_last_layer(self.layer, target.model)
+        for name, norm in (("input_layernorm", self.hidden_norm), ("norm", self.norm)):
+            if name in gains:
+                norm.weight.copy_(gains[name])
+        self.fc.weight.zero_()
+        self.fc.weight[:, -width:] = torch.eye(width)
+        self.fc.weight[:, :-width].normal_(0, 1e-3)
+        self.lm_head.weight.copy_(target.weights.lm_head_VD[self.vocab.ids_W.to(target.device)])
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -135,7 +161,7 @@ class Eagle3Head(DraftHead):
         rope_T = self._rope(x_T2, positions_T)
         base = self.layer.self_attn.keys_values(x_T2, rope_T)
         fed_ND, normed_ND, x_N2 = base_TD[starts_N], normed_TD[starts_N], x_T2[starts_N]
-        rope_N = tuple(table[starts_N] for table in rope_T)
+        rope_N = (rope_T[0][starts_N], rope_T[1][starts_N])
         own: list[tuple[Tensor, Tensor]] = []
         outputs = []
         for k in range(self.depth):
@@ -173,7 +199,8 @@ class Eagle3Head(DraftHead):
         last_B = torch.tensor(counts, device=hidden_BMD.device) - 1
         each_B = torch.arange(rows, device=hidden_BMD.device)
         fed_BD, output_BD = fed_BMD[each_B, last_B], output_BMD[each_B, last_B]
-        tokens, probs = [], []
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
         for step in range(depth):
             if step > 0:
                 fed_B1D, output_B1D = self._slots(state.cache, tokens[-1][:, None], fed_BD[:, None], [1] * rows)
@@ -186,12 +213,16 @@ class Eagle3Head(DraftHead):
         state.cache.forget(settled)
         return Proposal.chain(torch.stack(tokens, 1), probs_BNV=torch.stack(probs, 1) if probs else None)
 
-    def _slots(self, cache: BlockCache, next_ids_BM: Tensor, hidden_BMD: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-        """The layer over a block of new slots, appended to the cache: (what is fed back, state after the final norm)."""
+    def _slots(
+        self, cache: BlockCache, next_ids_BM: Tensor, hidden_BMD: Tensor, counts: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The layer over a block of new slots, appended to the cache: (what is fed back, state after the norm)."""
         block = cache.place(counts)
         normed_BMD = self.hidden_norm(hidden_BMD)
         x_BM2 = torch.cat([self.input_layernorm(self._embed(next_ids_BM, normed_BMD)), normed_BMD], dim=-1)
-        attended_BMD = self.layer.self_attn.cached(x_BM2, self.rotary(x_BM2, block.positions_BN), cache, block.allowed_BNC)
+        attended_BMD = self.layer.self_attn.cached(
+            x_BM2, self.rotary(x_BM2, block.positions_BN), cache, block.allowed_BNC
+        )
         return self._finish(hidden_BMD, normed_BMD, attended_BMD)
 
     # ---- both -----------------------------------------------------------------------------------------------------

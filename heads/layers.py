@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from heads.base import wide
@@ -95,7 +95,9 @@ class DraftAttention(nn.Module):
         keys = _rotate(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope)
         return keys, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
-    def cached(self, x_BND: Tensor, rope: tuple[Tensor, Tensor], cache: BlockCache, allowed_BNC: Tensor | None) -> Tensor:
+    def cached(
+        self, x_BND: Tensor, rope: tuple[Tensor, Tensor], cache: BlockCache, allowed_BNC: Tensor | None
+    ) -> Tensor:
         """Attention of a block over the cache and itself; appends the block to the cache."""
         q = self.queries(x_BND, rope).transpose(1, 2)
         k, v = (states.transpose(1, 2) for states in self.keys_values(x_BND, rope))
@@ -124,6 +126,35 @@ class DraftBlock(nn.Module):
         """residual + attention output, then the MLP with its own residual."""
         hidden = residual + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+@torch.no_grad()
+def copy_last_layer(block: DraftBlock, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Start a block from the target's last layer, as far as names and shapes agree, and return its norm gains
+    (`input_layernorm` of that layer and the final `norm`) by name.
+
+    Inputs wider than the target's are filled from the right: the hidden state comes last in them.
+    """
+    decoder = model.base_model
+    prefix = f"layers.{model.config.get_text_config().num_hidden_layers - 1}."
+    donor = {
+        name.removeprefix(prefix): weight for name, weight in decoder.named_parameters() if name.startswith(prefix)
+    }
+    # A layer that norms its queries and keys has them on another scale than a block without those norms.
+    scaled = {"self_attn.q_proj.weight", "self_attn.k_proj.weight"} if "self_attn.q_norm.weight" in donor else set()
+    for name, weight in block.named_parameters():
+        given = donor.get(name)
+        if given is not None and name not in scaled and len(given) == len(weight) and given.ndim == weight.ndim == 2:
+            weight[:, weight.shape[1] - given.shape[1] :] = given.to(weight)
+    gains = {}
+    for name in (f"{prefix}post_attention_layernorm", f"{prefix}input_layernorm", "norm"):
+        if f"{name}.weight" in dict(decoder.named_parameters()):
+            norm = decoder.get_submodule(name)
+            # Of a vector of ones an RMSNorm leaves its gain, however its family stores it.
+            gains[name.removeprefix(prefix)] = norm(torch.ones_like(norm.weight)[None])[0]
+    if "post_attention_layernorm" in gains:
+        block.post_attention_layernorm.weight.copy_(gains["post_attention_layernorm"])
+    return gains
 
 
 def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
@@ -162,7 +193,9 @@ def dense_attention(
 ) -> Tensor:
     """The reference: every score written out, one softmax over base slots and own column together."""
     keys, values = (_spread(states, q_NHd.shape[1]) for states in base)
-    document_T = torch.repeat_interleave(torch.arange(len(columns.lengths)), torch.tensor(columns.lengths)).to(q_NHd.device)
+    document_T = torch.repeat_interleave(torch.arange(len(columns.lengths)), torch.tensor(columns.lengths)).to(
+        q_NHd.device
+    )
     slot_T = torch.arange(len(document_T), device=q_NHd.device)
     starts = columns.starts_N
     seen_NT = (document_T[starts][:, None] == document_T) & (slot_T <= starts[:, None])
@@ -247,7 +280,9 @@ def _flash_backward(
 ) -> tuple[Tensor, ...]:
     out, lse, lengths = result
     pieces = []
-    for parts in zip(*(_documents(states, lengths) for states in (grad, q, k, v, out)), lse.split(list(lengths)), strict=True):
+    for parts in zip(
+        *(_documents(states, lengths) for states in (grad, q, k, v, out)), lse.split(list(lengths)), strict=True
+    ):
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *parts[:5], parts[5].T[None], 0.0, True
         )

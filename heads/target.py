@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,33 +74,33 @@ class FrozenTarget:
         adapter: str | None = None,
         dtype: str = "bfloat16",
         device: str = "cpu",
-        attention: str = "sdpa",
+        attention: str | None = None,
         trust_remote_code: bool = False,
     ) -> FrozenTarget:
         """Load a target.
 
         path: a folder, a Hub id, or a .gguf file. gguf_file: the file's name inside `path`. adapter: folder of a PEFT
-        adapter, merged into the base as served. dtype: one of DTYPES. Raises UserError when something is missing.
+        adapter, merged into the base as served. dtype: one of DTYPES. attention: transformers' own choice if None.
+        Raises UserError when something is missing.
         """
         if dtype not in DTYPES:
             raise UserError(f"target.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
-        if str(path).endswith(".gguf"):
-            path, gguf_file = str(Path(path).parent), Path(path).name
-        folder = _resolve(str(path), gguf_file)
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        if gguf_file is not None:
-            options["gguf_file"] = gguf_file
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=DTYPES[dtype], attn_implementation=attention, **options
+        tokenizer = load_tokenizer(path, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
+        folder, gguf_file = _resolve(str(path), gguf_file)
+        with _loading(path):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=DTYPES[dtype],
+                attn_implementation=attention,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **({"gguf_file": gguf_file} if gguf_file else {}),
             )
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0]
+        if report["missing_keys"]:
             raise UserError(
-                f"The target at {path} could not be loaded ({reason}); target.path= must name a folder, Hub id or GGUF "
-                f"file of a causal language model with its tokenizer."
-            ) from error
+                f"The target at {path} lacks {len(report['missing_keys'])} weights, among them "
+                f"{min(report['missing_keys'])}, which would be made up; give a complete checkpoint."
+            )
         fingerprint = fingerprint_target(folder, gguf_file=gguf_file, adapter=adapter, tokenizer=tokenizer)
         if adapter is not None:
             model = _merge_adapter(model, adapter)
@@ -108,12 +109,13 @@ class FrozenTarget:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.model.device
+        return torch.device(self.model.device)
 
     @property
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
-        return self.model.dtype
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @property
     def weights(self) -> TargetWeights:
@@ -151,7 +153,9 @@ class FrozenTarget:
         )
         last_BTD = output.last_hidden_state
         taps_BTE = (
-            torch.cat([output.hidden_states[tap] for tap in taps], dim=-1) if taps else last_BTD.new_empty(rows, nodes, 0)
+            torch.cat([output.hidden_states[tap] for tap in taps], dim=-1)
+            if taps
+            else last_BTD.new_empty(rows, nodes, 0)
         )
         return TargetOutput(last_BTD, taps_BTE)
 
@@ -160,19 +164,11 @@ class FrozenTarget:
         logits: Tensor = self.model.get_output_embeddings()(last)
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
-        """Token ids of a conversation up to where the assistant's next turn begins, by the target's own template.
-
-        Raises UserError when the tokenizer has no chat template or the template refuses the conversation.
-        """
-        if self.tokenizer.chat_template is None:
-            raise UserError(
-                f"The tokenizer of {self.path} has no chat template; add a chat_template.jinja to the target's folder."
-            )
-        ids = self.tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, return_dict=False
-        )
-        return [int(index) for index in ids]
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """`render` by this target's tokenizer."""
+        return render(self.tokenizer, messages, tools=tools)
 
     def _mask(self, allowed_BNC: Tensor | None, positions_BN: Tensor, cache: BlockCache) -> Any:
         """What transformers wants as attention_mask: nothing, one additive 4-D mask, or one for each kind of layer."""
@@ -202,9 +198,52 @@ class FrozenTarget:
         whole = self.model(input_ids=ids).logits.float()
         if not torch.allclose(ours, whole, rtol=0.02, atol=0.02 * whole.abs().max().item()):
             raise UserError(
-                f"The logits of {type(self.model).__name__} are not lm_head(final norm state): this family rescales them "
-                f"in a way that is not supported yet; choose another target."
+                f"The logits of {type(self.model).__name__} are not lm_head(final norm state): this family "
+                f"rescales them in a way that is not supported yet; choose another target."
             )
+
+
+def load_tokenizer(
+    path: str | Path, *, gguf_file: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target, without its weights. Raises UserError when there is none."""
+    folder, gguf_file = _resolve(str(path), gguf_file)
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    with _loading(path):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
+    """Token ids of a conversation up to where the assistant's next turn begins, by the tokenizer's own template.
+
+    Raises UserError when the tokenizer has no chat template.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"The tokenizer of {tokenizer.name_or_path} has no chat template; add a chat_template.jinja to its folder."
+        )
+    ids = tokenizer.apply_chat_template(
+        list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, return_dict=False
+    )
+    return [int(index) for index in ids]
+
+
+@contextmanager
+def _loading(path: str | Path) -> Iterator[None]:
+    """Whatever transformers finds wrong with a target's files, as one sentence."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"The target at {path} could not be loaded ({reason}); target.path= must name a folder, Hub id or GGUF "
+            f"file of a causal language model with its tokenizer."
+        ) from error
 
 
 def fingerprint_target(
@@ -241,21 +280,23 @@ def _sampled_digest(path: Path) -> str:
     return result.hexdigest()
 
 
-def _resolve(path: str, gguf_file: str | None) -> str:
-    """A local folder for a path or Hub id."""
+def _resolve(path: str, gguf_file: str | None) -> tuple[str, str | None]:
+    """A local folder for a path or Hub id, and the name of the GGUF file in it if that is what is loaded."""
+    if path.endswith(".gguf"):
+        path, gguf_file = str(Path(path).parent), Path(path).name
     if Path(path).is_dir():
         if gguf_file is not None and not (Path(path) / gguf_file).is_file():
             raise UserError(f"There is no file {gguf_file} in {path}; correct target.gguf_file= or target.path=.")
-        return path
+        return path, gguf_file
     message = (
-        f"The target {path} is neither a folder nor a model on the Hub that can be reached; set target.path= to a folder, "
-        f"a Hub id such as org/model, or a .gguf file."
+        f"The target {path} is neither a folder nor a model on the Hub that can be reached; set target.path= to "
+        f"a folder, a Hub id such as org/model, or a .gguf file."
     )
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(message)
     patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"] + ([gguf_file] if gguf_file else ["*.safetensors"])
     try:
-        return snapshot_download(path, allow_patterns=patterns)
+        return snapshot_download(path, allow_patterns=patterns), gguf_file
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise UserError(message) from error
 
@@ -267,7 +308,9 @@ def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         return PeftModel.from_pretrained(model, adapter).merge_and_unload()
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"The adapter {adapter} does not fit the target ({reason}); correct target.adapter=.") from error
+        raise UserError(
+            f"The adapter {adapter} does not fit the target ({reason}); correct target.adapter=."
+        ) from error
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

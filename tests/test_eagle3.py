@@ -71,7 +71,9 @@ def test_trained_graph_is_served_graph(tmp_path, family: str, flags: dict) -> No
         def forced(logits, start=start, served=served):
             served.append(logits[0])
             following = features.ids_T[start + 1 + len(served)]
-            return (head.vocab.ids_W == following).nonzero()[:, 0][:1] if following < 40 else torch.zeros(1).long(), None
+            return (head.vocab.ids_W == following).nonzero()[:, 0][:1] if following < 40 else torch.zeros(
+                1
+            ).long(), None
 
         state = head.start([[0]])
         slots = slice(first, start + 1)

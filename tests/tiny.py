@@ -48,7 +48,8 @@ FAMILIES = {
 def tiny_tokenizer(chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """Words w0, w1, … and the template's marks, split at white space."""
     marks = ["<pad>", "<bos>", "<|end|>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
-    words = {word: index for index, word in enumerate(marks + [f"w{index}" for index in range(VOCABULARY - len(marks))])}
+    others = [f"w{index}" for index in range(VOCABULARY - len(marks))]
+    words = {word: index for index, word in enumerate(marks + others)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -83,7 +84,9 @@ def load_tiny(folder: Path, family: str = "llama", dtype: str = "float64", seed:
     return FrozenTarget.load(save_tiny(folder / f"{family}{seed}", family, seed), dtype=dtype)
 
 
-def features_of(target: FrozenTarget, documents: list[tuple[list[int], list[bool]]], taps: tuple[int, ...]) -> TargetFeatures:
+def features_of(
+    target: FrozenTarget, documents: list[tuple[list[int], list[bool]]], taps: tuple[int, ...]
+) -> TargetFeatures:
     """Packed features of (ids, supervised) documents, each by a plain forward of its own."""
     outputs = [target.forward(torch.tensor([ids]), taps=taps) for ids, _ in documents]
     last_TD = torch.cat([output.last_BTD[0] for output in outputs]).clone()

