@@ -52,18 +52,19 @@ def save_head(
     check_finite(state)
     assert _VOCAB not in state
     data = save(state | {_VOCAB: head.vocab.ids_W.cpu().contiguous()})
+    sha256 = hashlib.sha256(data).hexdigest()
     facts = {
         "format": FORMAT,
         "_target_": f"{type(head).__module__}.{type(head).__qualname__}",
         "arguments": head.arguments,
         "vocab_size": head.vocab.size,
         "target": dict(target_fingerprint),
-        "sha256": hashlib.sha256(data).hexdigest(),
+        "sha256": sha256,
         "extra": dict(extra or {}),
     }
     write_atomic(folder / TENSORS, data)
     write_json(folder / FACTS, facts)
-    return {"name": head_name(head), "sha256": facts["sha256"]}
+    return {"name": head_name(head), "sha256": sha256}
 
 
 def load_head(folder: str | Path, *, target: FrozenTarget | None = None) -> DraftHead:
@@ -106,8 +107,8 @@ def check_target(trained: Mapping[str, str], given: Mapping[str, str], *, what: 
     if differing:
         pairs = ", ".join(f"{part} {_short(trained, part)} against {_short(given, part)}" for part in differing)
         raise UserError(
-            f"{what} belongs to the target {trained.get('name')!r}, but {given.get('name')!r} was given: they differ in "
-            f"{pairs}; set target.path= to the former or train a head for the latter."
+            f"{what} belongs to the target {trained.get('name')!r}, but {given.get('name')!r} was given: they "
+            f"differ in {pairs}; set target.path= to the former or train a head for the latter."
         )
 
 
@@ -144,7 +145,9 @@ def _read_tensors(folder: Path, sha256: str) -> dict[str, Tensor]:
         raise UserError(f"{folder} has a {FACTS} but no {TENSORS}; copy both, or train again.")
     data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise UserError(f"{path} is not the file that {FACTS} describes (changed or cut off); copy both, or train again.")
+        raise UserError(
+            f"{path} is not the file that {FACTS} describes (changed or cut off); copy both or train again."
+        )
     try:
         return load(data)
     except SafetensorError as error:
@@ -164,6 +167,6 @@ def _build(class_path: str, arguments: Mapping[str, Any], vocab: DraftVocabulary
     if not (isinstance(kind, type) and issubclass(kind, DraftHead)):
         raise UserError(f"{refusal}; it was written by another version.")
     try:
-        return kind(vocab=vocab, **arguments)  # type: ignore[call-arg]  # a subclass takes its own sizes by keyword
+        return kind(vocab=vocab, **arguments)
     except TypeError as error:
         raise UserError(f"{folder / FACTS} does not fit {class_path} ({error}); it is from another version.") from error

