@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,8 +33,9 @@ def test_continuing_removes_later_and_cut_off_lines(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "eval/alpha": 0.5}\n{"step": 3}\n{"step": 4, "lo')
     tracker = JsonlTracker(tmp_path)
     tracker.open(step=2, run_id=None, config={})
-    tracker.log(3, {"loss": 0.25})
-    assert path.read_text().splitlines()[3:] == ['{"step": 3, "loss": 0.25}'], "readable before it is closed"
+    tracker.log(3, {"loss": 0.25, "acceptance/3": math.nan})
+    line = '{"step": 3, "loss": 0.25, "acceptance/3": null}'
+    assert path.read_text().splitlines()[3:] == [line], "readable before it is closed"
     tracker.sync()
     tracker.close(finished=True)
     tracker.open(step=0, run_id=None, config={})
@@ -218,7 +220,5 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(display, BarDisplay)
     display.update(4, {"loss": 1.5, "acceptance/1": 0.5, "acceptance/2": 0.25, "tokens_per_second": 100.0})
     display.close()
-    assert (
-        "loss 1.5000  acceptance 0.50 0.25  100 tokens/s" in stream.getvalue() and "4/10" in stream.getvalue()
-    )
+    assert "loss 1.5000  acceptance 0.50 0.25  100 tokens/s" in stream.getvalue() and "4/10" in stream.getvalue()
     assert isinstance(open_display(io.StringIO(), 10, 0, 5), LineDisplay)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import netrc
 import os
 import time
@@ -66,7 +67,7 @@ class NullTracker:
 class JsonlTracker:
     """One JSON object a line in `folder/metrics.jsonl`, flushed at once.
 
-    Continuing after a step removes the lines of later ones, so that no step stands there twice.
+    What is not a number (a depth that nothing reached) is null. Continuing after a step removes the lines of later ones, so that no step stands there twice.
     """
 
     run_id: str | None = None
@@ -83,8 +84,9 @@ class JsonlTracker:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         assert self._file is not None, "open comes before log"
+        known = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         try:
-            self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+            self._file.write(json.dumps({"step": step, **known}) + "\n")
             self._file.flush()
         except OSError as error:
             raise UserError(f"Cannot write {self.path}: {error.strerror}; free some space there.") from error
@@ -181,9 +183,7 @@ class WandbTracker:
             # A continued online run already has the steps between the checkpoint and the crash.
             self._first_step = self._run.step
 
-        if not self._try(
-            begin, "could not begin" if mode != "online" else "could not begin online, trying offline"
-        ):
+        if not self._try(begin, "could not begin" if mode != "online" else "could not begin online, trying offline"):
             return False
         where = self._run.url if mode == "online" else f"{self._run.dir}; `wandb sync` sends it later"
         logger.info("W&B records %s: %s", mode, where)
@@ -208,9 +208,7 @@ class WandbTracker:
         try:
             action()
         except Exception as error:  # noqa: BLE001 - whatever an optional service raises must not stop a run
-            logger.warning(
-                "W&B %s (%s: %s); the numbers are in %s.", what, type(error).__name__, error, self.twin.path
-            )
+            logger.warning("W&B %s (%s: %s); the numbers are in %s.", what, type(error).__name__, error, self.twin.path)
             self._run = None
             return False
         return True
@@ -301,7 +299,8 @@ def open_display(stream: TextIO, total: int, start: int, every: int) -> Display:
 def _phrase(numbers: Mapping[str, float]) -> str:
     """Loss, acceptance by depth and speed, as far as they are known."""
     parts = [f"loss {numbers['loss']:.4f}"] if "loss" in numbers else []
-    acceptance = [value for name, value in numbers.items() if name.startswith("acceptance/")]
+    by_depth = [value for name, value in numbers.items() if name.startswith("acceptance/")]
+    acceptance = [value for value in by_depth if math.isfinite(value)]
     if acceptance:
         parts.append("acceptance " + " ".join(f"{value:.2f}" for value in acceptance))
     if "tokens_per_second" in numbers:
