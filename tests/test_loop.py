@@ -70,9 +70,7 @@ def test_one_micro_batch_of_four_equals_four_of_one(tmp_path: Path) -> None:
         heads[accumulation] = toy_head(noise=0.0)
         toy_train(tmp_path / str(accumulation), heads[accumulation], accumulation=accumulation)
     for accumulation in (4, 64):
-        for one, other in zip(
-            metrics_of(tmp_path / "1"), metrics_of(tmp_path / str(accumulation)), strict=True
-        ):
+        for one, other in zip(metrics_of(tmp_path / "1"), metrics_of(tmp_path / str(accumulation)), strict=True):
             assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
             assert one["acceptance/1"] == other["acceptance/1"] and one["tokens"] == other["tokens"]
         for name, tensor in weights_of(heads[1]).items():
@@ -88,9 +86,7 @@ def test_one_micro_batch_of_four_equals_four_of_one(tmp_path: Path) -> None:
         ({"max_steps": 7}, 7),
     ],
 )
-def test_the_smaller_of_epochs_and_max_steps_ends_the_run(
-    tmp_path: Path, asked: dict[str, int], steps: int
-) -> None:
+def test_the_smaller_of_epochs_and_max_steps_ends_the_run(tmp_path: Path, asked: dict[str, int], steps: int) -> None:
     result = toy_train(tmp_path, **asked)
     assert result.steps == steps == len(metrics_of(tmp_path))
     assert result.epochs == pytest.approx(steps / 7)
@@ -161,15 +157,11 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_weights(tmp_path: Path, 
         calls = iter(range(9))
         head.out[0].bias.register_hook(lambda grad: grad if next(calls) != 2 else grad * math.inf)
     with pytest.raises(UserError) as caught:
-        toy_train(
-            tmp_path / "bad", head, source=source, optim=OptimSettings(schedule="constant", warmup_share=0)
-        )
+        toy_train(tmp_path / "bad", head, source=source, optim=OptimSettings(schedule="constant", warmup_share=0))
     message = str(caught.value)
     assert message.startswith("Step 3: ") and what in message and third[0].id in message
     assert (
-        "step-00000002" in message
-        and "optim.lr" in message
-        and (tmp_path / "bad/checkpoints/step-00000002").is_dir()
+        "step-00000002" in message and "optim.lr" in message and (tmp_path / "bad/checkpoints/step-00000002").is_dir()
     )
     for name, tensor in weights_of(kept).items():
         assert torch.equal(tensor, weights_of(head)[name])
@@ -217,9 +209,7 @@ def test_groups_spare_norms_and_biases_and_follow_prefixes() -> None:
         parameter_groups(head, OptimSettings(lr_multipliers={"head.": 2.0}))
 
 
-@pytest.mark.parametrize(
-    ("name", "middle", "end"), [("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("constant", 1, 1)]
-)
+@pytest.mark.parametrize(("name", "middle", "end"), [("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("constant", 1, 1)])
 def test_schedules_warm_up_and_end(name: str, middle: float, end: float) -> None:
     optimizer = build_optimizer(toy_head(), OptimSettings(lr=1.0))
     schedule = build_scheduler(optimizer, OptimSettings(lr=1.0, schedule=name, warmup_share=0.1), 100)
@@ -265,9 +255,7 @@ def test_lines_instead_of_a_bar_where_there_is_no_terminal(tmp_path: Path) -> No
     toy_train(tmp_path, max_steps=7, log_every=3, stream=stream)
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["3/7", "6/7", "7/7"]
-    assert all(
-        "loss" in line and "acceptance" in line and "tokens/s" in line and "left" in line for line in lines
-    )
+    assert all("loss" in line and "acceptance" in line and "tokens/s" in line and "left" in line for line in lines)
 
 
 def test_time_left_counts_from_where_the_run_began() -> None:

@@ -72,18 +72,14 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
         toy_train(tmp_path / "run", source=source, log_every=4, save_every=0, read_ahead=0, stream=sys.stderr)
     assert stopped.value.code == code and signal.getsignal(number) is handler
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(
-        f"Stopped by {signal.Signals(number).name} after step 9 of 21; run the same command again"
-    )
+    assert last.startswith(f"Stopped by {signal.Signals(number).name} after step 9 of 21; run the same command again")
     assert "step-00000009" in last
 
     head = toy_head(seed=5)
     result = toy_train(tmp_path / "run", head, log_every=4, save_every=0)
     assert result.resumed_from == 9 and result.steps == 21
     assert_same(weights, weights_of(head))
-    assert metrics_of(tmp_path / "run") == metrics, (
-        "the line at step 12 has the sums from before and after the stop"
-    )
+    assert metrics_of(tmp_path / "run") == metrics, "the line at step 12 has the sums from before and after the stop"
 
 
 @pytest.mark.parametrize("stop", [1, 5, 7, 20])
@@ -267,9 +263,7 @@ def test_a_crash_before_the_rename_leaves_the_previous_checkpoint(
     with pytest.raises(KeyboardInterrupt):
         toy_train(tmp_path / "run")
     monkeypatch.undo()
-    folder = CheckpointFolder(
-        tmp_path / "run/checkpoints", identity={}, keep=2, accelerator=Accelerator(cpu=True)
-    )
+    folder = CheckpointFolder(tmp_path / "run/checkpoints", identity={}, keep=2, accelerator=Accelerator(cpu=True))
     latest = folder.latest()
     assert latest is not None and latest.name == "step-00000005"
     head = toy_head(seed=5)

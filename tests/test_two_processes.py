@@ -70,9 +70,7 @@ def assert_equal_runs(one: Path, two: Path) -> None:
             assert first[name] == second[name]
 
 
-def test_a_launcher_that_started_too_few_is_not_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_that_started_too_few_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("RANK", raising=False)

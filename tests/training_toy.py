@@ -138,9 +138,7 @@ def toy_settings(**values: Any) -> TrainSettings:
     return TrainSettings(**(defaults | values))
 
 
-def toy_train(
-    folder: Path, head: ToyHead | None = None, tracker: Tracker | None = None, **values: Any
-) -> TrainResult:
+def toy_train(folder: Path, head: ToyHead | None = None, tracker: Tracker | None = None, **values: Any) -> TrainResult:
     """Train a toy head on toy documents; `values` are settings."""
     source = values.pop("source", None) or ToySource()
     extra = {name: values.pop(name) for name in ("on_eval", "identity", "stream") if name in values}

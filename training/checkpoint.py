@@ -43,9 +43,7 @@ class CheckpointFolder:
     one is refused. keep: how many of this run's checkpoints stay.
     """
 
-    def __init__(
-        self, folder: str | Path, *, identity: Mapping[str, Any], keep: int, accelerator: Accelerator
-    ) -> None:
+    def __init__(self, folder: str | Path, *, identity: Mapping[str, Any], keep: int, accelerator: Accelerator) -> None:
         self.folder = Path(folder)
         self.identity = json.loads(json.dumps(identity, default=str))
         self.keep = max(1, keep)
@@ -79,9 +77,7 @@ class CheckpointFolder:
         try:
             state = json.loads((path / _STATE).read_text())
         except ValueError as error:
-            raise UserError(
-                f"{path / _STATE} is not JSON ({error}); remove {path} and start again."
-            ) from error
+            raise UserError(f"{path / _STATE} is not JSON ({error}); remove {path} and start again.") from error
         if state.get("format") != FORMAT:
             raise UserError(f"{path} has format {state.get('format')}, not {FORMAT}; choose another folder.")
         differing = differences(state["identity"], self.identity)
@@ -104,9 +100,7 @@ class CheckpointFolder:
             for name, tensor in tensors.items():
                 tensor.copy_(stored[name])
 
-    def load_rest(
-        self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler
-    ) -> None:
+    def load_rest(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> None:
         """Restore optimizer, schedule and this rank's random generators from the latest checkpoint."""
         path = self.latest()
         assert path is not None, "read() told whether there is a checkpoint"

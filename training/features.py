@@ -65,9 +65,7 @@ class BatchPlan:
         max_length: int | None = None,
     ) -> None:
         if not documents:
-            raise UserError(
-                "There is no document to train on; collect features first or choose another folder."
-            )
+            raise UserError("There is no document to train on; collect features first or choose another folder.")
         if global_batch_tokens < 1 or (max_length is not None and max_length < 2):
             raise UserError(
                 f"global_batch_tokens={global_batch_tokens} and max_length={max_length} are too small; "
@@ -195,9 +193,7 @@ def unpack(features: TargetFeatures) -> list[TargetFeatures]:
     ]
 
 
-def read_ahead(
-    items: Iterable[Item], load: Callable[[Item], Loaded], depth: int
-) -> Generator[Loaded, None, None]:
+def read_ahead(items: Iterable[Item], load: Callable[[Item], Loaded], depth: int) -> Generator[Loaded, None, None]:
     """`load(item)` for each item in order, up to `depth` of them ahead of the caller in a background thread.
 
     depth 0 loads in the caller's thread. An exception of `load` reaches the caller at that item's turn;

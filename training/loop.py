@@ -159,9 +159,7 @@ class _Run:
         self.head, self.source, self.settings = head, source, settings
         self.accelerator = open_accelerator(settings)
         self.main: bool = self.accelerator.is_main_process
-        self.plan = BatchPlan(
-            source.documents, settings.global_batch_tokens, settings.seed, settings.max_length
-        )
+        self.plan = BatchPlan(source.documents, settings.global_batch_tokens, settings.seed, settings.max_length)
         self.sizes = self.plan.sizes(settings.epochs, settings.max_steps)
         self.total = sum(self.sizes)
         head.to(self.accelerator.device).train()

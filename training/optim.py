@@ -44,17 +44,13 @@ class OptimSettings:
         if self.name not in OPTIMIZERS:
             raise UserError(f"optim.name={self.name} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
         if self.schedule not in SCHEDULES:
-            raise UserError(
-                f"optim.schedule={self.schedule} is unknown; choose one of {', '.join(SCHEDULES)}."
-            )
+            raise UserError(f"optim.schedule={self.schedule} is unknown; choose one of {', '.join(SCHEDULES)}.")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise UserError(f"optim.lr={self.lr} must be a positive number; 1e-3 is a good start.")
         if not 0 <= self.warmup_share < 1:
             raise UserError(f"optim.warmup_share={self.warmup_share} must be at least 0 and less than 1.")
         if self.clip_norm is not None and self.clip_value is not None:
-            raise UserError(
-                "optim.clip_norm and optim.clip_value exclude each other; set one of them to null."
-            )
+            raise UserError("optim.clip_norm and optim.clip_value exclude each other; set one of them to null.")
 
 
 def parameter_groups(module: nn.Module, settings: OptimSettings) -> list[dict[str, object]]:
@@ -99,9 +95,7 @@ def build_optimizer(module: nn.Module, settings: OptimSettings) -> torch.optim.O
     return torch.optim.AdamW(parameter_groups(module, settings), betas=settings.betas, eps=settings.eps)
 
 
-def build_scheduler(
-    optimizer: torch.optim.Optimizer, settings: OptimSettings, total_steps: int
-) -> LRScheduler:
+def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimSettings, total_steps: int) -> LRScheduler:
     """Warm-up, then the named schedule down to the last of `total_steps`."""
     from transformers import get_scheduler  # slow to import, and needed only when training begins
 
@@ -120,9 +114,7 @@ def clip_gradients(parameters: Iterable[Tensor], settings: OptimSettings) -> flo
     Gradients whose norm is not finite are left as they are.
     """
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(
-        [parameter.grad for parameter in with_grad if parameter.grad is not None]
-    )
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in with_grad if parameter.grad is not None])
     value = float(norm)
     if not math.isfinite(value):
         return value

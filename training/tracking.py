@@ -67,7 +67,8 @@ class NullTracker:
 class JsonlTracker:
     """One JSON object a line in `folder/metrics.jsonl`, flushed at once.
 
-    What is not a number (a depth that nothing reached) is null. Continuing after a step removes the lines of later ones, so that no step stands there twice.
+    What is not a number (a depth that nothing reached) is null. Continuing after a step removes the lines of later
+    ones, so that no step stands there twice.
     """
 
     run_id: str | None = None
