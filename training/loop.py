@@ -45,8 +45,7 @@ def train(
     identity: Mapping[str, Any] | None = None,
     stream: TextIO = sys.stderr,
 ) -> TrainResult:
-    """Train `head` in place on the documents of `source`, continuing from `folder/checkpoints` where there
-    are any.
+    """Train `head` in place on the documents of `source`, continuing from the latest of `folder/checkpoints`.
 
     on_eval(step): called on the main process every eval_every steps, its numbers are logged as `eval/…`;
     identity: what else makes two runs the same (target fingerprint, config); stream: where progress is shown.

@@ -15,9 +15,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
-
-import psutil
 
 from heads.artifact import UserError
 
@@ -39,7 +38,7 @@ def start_missing_processes() -> None:
     """
     if not processes_missing():
         return
-    count = requested_processes(psutil.Process().parent().cmdline())
+    count = requested_processes(_command_of_parent())
     if count is None:
         raise_missing()
     if os.environ.get("MASTER_PORT", _DEFAULT_PORT) == _DEFAULT_PORT:
@@ -67,6 +66,12 @@ def requested_processes(command: Sequence[str]) -> int | None:
         if option.replace("-", "_") == "__num_processes" and value.isdigit():
             return int(value)
     return None
+
+
+def _command_of_parent() -> list[str]:
+    """The launcher's command line, empty where the system does not show it."""
+    path = Path(f"/proc/{os.getppid()}/cmdline")
+    return path.read_text().split("\0") if path.is_file() else []
 
 
 def _free_port() -> int:
