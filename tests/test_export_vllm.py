@@ -139,7 +139,13 @@ def test_the_manifest_tells_what_it_was_made_for(tmp_path) -> None:
     (row,) = manifest["numbers"]
     measured = measure(traces_of(), gamma=3)
     assert row["tokens_per_round"]["value"] == measured.tokens_per_round.value and row["gamma"] == 3
-    assert check_export(folder) == manifest
+    assert check_export(folder) == check_export(folder, head=tiny_head()) == manifest
+    with pytest.raises(UserError, match="was not exported from the head as it is now"):
+        check_export(folder, head=tiny_head(norm_output=True))
+    other = tiny_head()
+    other.norm.weight.data[0] += 0.5
+    with pytest.raises(UserError, match="was not exported from the head as it is now"):
+        check_export(folder, head=other)
     (folder / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"config.json is not the file that the manifest describes"):
         check_export(folder)

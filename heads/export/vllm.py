@@ -92,8 +92,7 @@ def export_vllm(
     gamma = evidence.gamma if evidence is not None else int(head.arguments["depth"])
     facts = ServeFacts(METHOD, target_path, str(folder), gamma, dtype, dict(target_fingerprint))
     card = render_card(head_name(head), facts, settings, evidence, licence)
-    data = save(tensors, metadata={"format": "pt"})
-    write_atomic(folder / TENSORS, data)
+    write_atomic(folder / TENSORS, _bytes(tensors))
     write_atomic(folder / CARD, card)
     write_json(folder / CONFIG, settings)
     body = {
@@ -165,13 +164,20 @@ def names_for(arguments: Mapping[str, Any]) -> dict[str, str]:
     return {**{name: name for name in norms}, **NAMES}
 
 
-def check_export(folder: str | Path) -> dict[str, Any]:
-    """The manifest of a finished export whose files are still what it says. Raises UserError otherwise."""
+def check_export(folder: str | Path, *, head: DraftHead | None = None) -> dict[str, Any]:
+    """The manifest of a finished export whose files are still what it says, and which is of `head` if one is given.
+
+    Raises UserError otherwise.
+    """
     folder = Path(folder)
     manifest = read_manifest(folder, "export")
     for name, sha256 in manifest["files"].items():
         if not (folder / name).is_file() or sha256_file(folder / name) != sha256:
             raise UserError(f"{folder / name} is not the file that the manifest describes; export the head again.")
+    if head is not None:
+        settings, tensors = to_vllm(head, manifest["dtype"])
+        if _read_config(folder) != settings or (folder / TENSORS).read_bytes() != _bytes(tensors):
+            raise UserError(f"{folder} was not exported from the head as it is now; delete it and export again.")
     return manifest
 
 
@@ -194,6 +200,10 @@ def _settings(arguments: Mapping[str, Any], draft_size: int, dtype: str) -> dict
         **{flag: arguments[flag] for flag in FLAGS},
         "dtype": dtype,
     }
+
+
+def _bytes(tensors: dict[str, Tensor]) -> bytes:
+    return save(tensors, metadata={"format": "pt"})
 
 
 def _check_free(folder: Path) -> None:

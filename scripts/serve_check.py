@@ -1,0 +1,117 @@
+"""Does a real vLLM serve the exported head as our decoder measured it? Exit code 0 if it does, 1 if it does not.
+
+    make serve-check
+    python -m scripts.serve_check experiment=demo serve_python=.venv-serve/bin/python
+    python -m scripts.serve_check experiment=demo damage=taps      # a wrong export: must end with exit code 1
+
+In float32 the text must be the same with and without the head, and every counter the same as ours; in bfloat16 the
+server's acceptance length must lie inside our interval. A copy of the export that is broken on purpose must be noticed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from omegaconf import DictConfig
+
+from scripts.common import load_target, one_sentence, plain
+
+if TYPE_CHECKING:
+    from eval.decode import Request
+    from eval.server import Limits, Server
+    from eval.trace import RequestTrace
+
+LEAST = 20
+
+
+def run(cfg: DictConfig) -> bool:
+    """Whether the server does what we measured; everything found is kept in runs/<name>/serve_check."""
+    from eval.damage import damage
+    from eval.server_check import check, to_lines
+    from heads.artifact import write_manifest
+    from heads.checkpoint import load_head
+    from heads.export.vllm import check_export
+
+    folder, export = Path(cfg.run_dir) / "serve_check", Path(cfg.run_dir) / "export"
+    manifest = check_export(export, head=load_head(cfg.head_dir))
+    requests = chosen_requests(cfg)
+    print(f"serve     {export} in vLLM: {len(requests)} held-out prompts, γ = {cfg.gamma}", flush=True)
+    drafts = {"head": damage(export, cfg.damage, folder / "damaged") if cfg.damage else export}
+    if cfg.control and not cfg.damage:
+        drafts["control"] = damage(export, cfg.control, folder / "control")
+    found: dict[str, dict[str, Any]] = {}
+    good = True
+    for dtype in cfg.dtypes:
+        ours, limits = our_traces(cfg, dtype, requests, manifest["dtype"])
+        options = {"gamma": cfg.gamma, "folder": folder, "say": lambda text: print(f"{'':10}{text}", flush=True)}
+        comparisons = check(server(cfg, dtype), drafts, requests, ours, limits, **options)
+        for name, comparison in comparisons.items():
+            print("\n".join([f"{dtype}, {name}:", *(f"{'':10}{line}" for line in to_lines(comparison))]), flush=True)
+            good &= bool(comparison.complaints) == (name == "control")
+        found[dtype] = {name: comparison.to_json() for name, comparison in comparisons.items()}
+        drafts.pop("control", None)  # once, in the first number format
+    body = {"passed": good, "damage": cfg.damage, "control": cfg.control, "target": manifest["target"], "found": found}
+    write_manifest(folder, "serve_check", body, plain(cfg))
+    print(f"{'PASSED' if good else 'FAILED'}    requests, answers and logs are in {folder}", flush=True)
+    return good
+
+
+def our_traces(
+    cfg: DictConfig, dtype: str, requests: Sequence[Request], stored: str
+) -> tuple[list[RequestTrace], Limits]:
+    """What our decoder does with the trained head, its weights rounded as they were exported."""
+    from eval.decode import DecodeSettings, decode
+    from eval.server import Limits
+    from heads.checkpoint import load_head
+    from heads.target import DTYPES
+
+    target = load_target(cfg, dtype)
+    head: Any = load_head(cfg.head_dir, target=target)
+    head.to(DTYPES[stored]).to(device=target.device, dtype=target.dtype)
+    head.attach(target.weights)
+    settings = DecodeSettings(gamma=cfg.gamma, max_new_tokens=cfg.max_new_tokens, rows=cfg.rows)
+    return decode(target, requests, head, settings), Limits(cfg.max_new_tokens, target.eos_token_ids)
+
+
+def server(cfg: DictConfig, dtype: str) -> Server:
+    """vLLM over the target of the config, which must be a folder that vLLM can load too."""
+    from eval.server import Server
+    from heads.artifact import UserError
+
+    target = str(cfg.target.path)
+    if cfg.target.gguf_file or cfg.target.adapter or target.endswith(".gguf"):
+        raise UserError(
+            f"The target {target} is a GGUF file or has an adapter, which is not served here; save it as one folder."
+        )
+    path = str(Path(target).resolve()) if Path(target).is_dir() else target
+    return Server(cfg.serve_python, path, dtype, batch=cfg.batch, timeout=cfg.timeout)
+
+
+def chosen_requests(cfg: DictConfig) -> list[Request]:
+    """Held-out prompts, evenly taken."""
+    from heads.artifact import UserError
+    from scripts.evaluate import held_out_requests
+
+    there = held_out_requests(cfg)
+    if not LEAST <= cfg.requests <= len(there):
+        raise UserError(
+            f"requests={cfg.requests} must be between {LEAST} and the {len(there)} held-out prompts of {cfg.run_dir}; "
+            f"give more traffic or raise traffic.held_out."
+        )
+    return [there[index * len(there) // cfg.requests] for index in range(cfg.requests)]
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="serve_check")
+@one_sentence
+def main(cfg: DictConfig) -> None:
+    """Entry point of `python -m scripts.serve_check`."""
+    if not run(cfg):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
