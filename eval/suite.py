@@ -14,8 +14,8 @@ from pathlib import Path
 
 from eval.bench import interleaved
 from eval.decode import DecodeSettings, Proposer, Request, decode
-from eval.exactness import divergences, generate_texts
-from eval.report import PLAIN, Divergence, Run
+from eval.exactness import Divergence, divergences, generate_texts
+from eval.report import PLAIN, Run
 from eval.trace import RequestTrace, dump_traces, parse_traces
 from eval.verify import Sampling
 from heads.artifact import UserError, digest, write_atomic
@@ -41,7 +41,7 @@ class Plan:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     max_new_tokens: int = 64
     rows: int = 16
-    timed_requests: int = 9
+    timed_requests: int = 12
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -139,25 +139,28 @@ class Suite:
         truths: list[list[int]] | None = None
         timed: dict[str, list[RequestTrace]] = {}
         for task in missing:
-            if task.temperature == 0 and task.gamma in (0, self.plan.gamma) and not timed:
+            if self._is_main(task) and not timed:
                 timed = self._timed(target, proposers, task)
-            alone = {trace.request_id: trace for trace in timed.get(task.proposer, [])}
-            if task.temperature > 0 or task.gamma not in (0, self.plan.gamma):
-                alone = {}
-            rest = [request for request in self.requests if request.request_id not in alone]
-            self.announce(f"{_words(task)}", len(rest))
+            traces = {trace.request_id: trace for trace in timed.get(task.proposer, [])} if self._is_main(task) else {}
+            ids = list(traces)
+            rest = [request for request in self.requests if request.request_id not in traces]
+            self.announce(_words(task), len(rest))
             settings = self._settings(task)
             for trace in decode(target, rest, proposers[task.proposer], settings, self._count):
-                alone[trace.request_id] = trace
-            traces = [alone[request.request_id] for request in self.requests]
+                traces[trace.request_id] = trace
+            ordered = [traces[request.request_id] for request in self.requests]
             found = None
             if task.temperature == 0:
                 if truths is None:
                     self.announce(f"{task.dtype}: what generate() itself writes", len(self.requests))
                     truths = generate_texts(target, self.requests, self.plan.max_new_tokens, self.plan.rows)
-                texts = [trace.tokens for trace in traces]
+                texts = [trace.tokens for trace in ordered]
                 found = divergences(target, self.requests, texts, truths)
-            yield task, Run(task.proposer, task.dtype, task.temperature, task.gamma, traces, found)
+            yield task, _run(task, ordered, found, ids)
+
+    def _is_main(self, task: Task) -> bool:
+        """Whether the task belongs to the main comparison, which is timed."""
+        return task.temperature == 0 and task.gamma in (0, self.plan.gamma)
 
     def _timed(
         self, target: FrozenTarget, proposers: Mapping[str, Proposer | None], task: Task
@@ -185,7 +188,8 @@ class Suite:
 
     def _write(self, task: Task, run: Run) -> None:
         found = None if run.divergences is None else [asdict(divergence) for divergence in run.divergences]
-        head = {"key": self.key, **asdict(task), "divergences": found}
+        timed = [trace.request_id for trace in run.clock]
+        head = {"key": self.key, **asdict(task), "divergences": found, "timed": timed}
         write_atomic(self.folder / f"{task.name}.jsonl", json.dumps(head) + "\n" + dump_traces(run.traces))
 
     def _read(self, task: Task) -> Run | None:
@@ -197,8 +201,15 @@ class Suite:
         if head["key"] != self.key:
             return None
         found = head["divergences"]
-        divergence = None if found is None else [Divergence(**value) for value in found]
-        return Run(task.proposer, task.dtype, task.temperature, task.gamma, parse_traces(rest), divergence)
+        differing = None if found is None else [Divergence(**value) for value in found]
+        return _run(task, parse_traces(rest), differing, head["timed"])
+
+
+def _run(
+    task: Task, traces: Sequence[RequestTrace], found: Sequence[Divergence] | None, timed: Sequence[str]
+) -> Run:
+    clock = [trace for trace in traces if trace.request_id in timed]
+    return Run(task.proposer, task.dtype, task.temperature, task.gamma, traces, found, clock)
 
 
 def _spread(requests: Sequence[Request], count: int) -> list[Request]:

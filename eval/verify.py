@@ -107,9 +107,7 @@ def verify_sampled(
     return Verdict(accepted_B, next_B, beta_BN)
 
 
-def _residual(
-    p_BNV: Tensor, tokens_BN: Tensor, count_B: Tensor, q_BNV: Tensor | None, accepted_B: Tensor
-) -> Tensor:
+def _residual(p_BNV: Tensor, tokens_BN: Tensor, count_B: Tensor, q_BNV: Tensor | None, accepted_B: Tensor) -> Tensor:
     """What the next token is drawn from [B, V] (unnormalised): p after full acceptance, else max(0, p - q)."""
     each_B = torch.arange(len(p_BNV), device=p_BNV.device)
     weights_BV = p_BNV[each_B, accepted_B].clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -68,14 +68,11 @@ def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
 def build_head(cfg: DictConfig, target: FrozenTarget, vocab: DraftVocabulary) -> DraftHead:
     """The head of the config, sized for the target, attached to it and with its starting weights."""
     import torch
-    from hydra.utils import instantiate
 
     from heads.layers import BlockSizes
 
     torch.manual_seed(cfg.seed)
-    head: DraftHead = instantiate(
-        _options(cfg), sizes=BlockSizes.of(target.config, target.vocab_size), vocab=vocab, _convert_="all"
-    )
+    head = _head_class(cfg)(sizes=BlockSizes.of(target.config, target.vocab_size), vocab=vocab)
     head.to(target.device)
     if cfg.head.from_target:
         head.initialise(target)
@@ -86,17 +83,19 @@ def build_head(cfg: DictConfig, target: FrozenTarget, vocab: DraftVocabulary) ->
 def head_needs(cfg: DictConfig, target: FrozenTarget) -> Any:
     """Which features the head of the config wants of this target; builds it without memory to ask it."""
     import torch
-    from hydra.utils import instantiate
 
     from heads.layers import BlockSizes
     from heads.vocab import DraftVocabulary
 
     sizes, vocab = BlockSizes.of(target.config, target.vocab_size), DraftVocabulary.identity(1)
     with torch.device("meta"):
-        head: DraftHead = instantiate(_options(cfg), sizes=sizes, vocab=vocab, _convert_="all")
-    return head.needs
+        return _head_class(cfg)(sizes=sizes, vocab=vocab).needs
 
 
-def _options(cfg: DictConfig) -> Mapping[str, Any]:
-    """The head's constructor arguments: its config without what is decided outside of it."""
-    return {key: value for key, value in plain(cfg.head).items() if key not in ("draft_vocab_size", "from_target")}
+def _head_class(cfg: DictConfig) -> Callable[..., DraftHead]:
+    """The head's class with the constructor arguments of its config; the rest of that config is decided outside."""
+    from hydra.utils import instantiate
+
+    options = {key: value for key, value in plain(cfg.head).items() if key not in ("draft_vocab_size", "from_target")}
+    head_class: Callable[..., DraftHead] = instantiate(options, _partial_=True, _convert_="all")
+    return head_class

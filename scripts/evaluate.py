@@ -54,8 +54,8 @@ def run(cfg: DictConfig) -> None:
     report = build_report(
         runs=runs,
         target={"path": cfg.target.path, **head_facts["target"]},
-        head={"name": name, **{key: head_facts[key] for key in ("parameters", "steps", "draft_vocabulary")}},
-        traffic={"held_out": True, "requests": len(requests), "fingerprint": traffic["fingerprint"]},
+        head={key: head_facts[key] for key in ("name", "sha256", "parameters", "steps", "draft_vocabulary")},
+        traffic={"name": traffic["reader"]["reader"], "held_out": True, "fingerprints": traffic["fingerprints"]},
         provenance=provenance(plain(cfg)),
     )
     write_json(folder / "report.json", report)
@@ -91,9 +91,8 @@ def held_out_requests(cfg: DictConfig) -> list[Request]:
 
 def proposers(name: str, head_dir: Path, target: FrozenTarget) -> Mapping[str, Proposer]:
     """The head, and what costs nothing, ready for this target."""
-    from heads.checkpoint import load_head
-
     from eval.proposers.prompt_lookup import PromptLookup
+    from heads.checkpoint import load_head
 
     head: Any = load_head(head_dir, target=target).to(device=target.device, dtype=target.dtype)
     head.attach(target.weights)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 def run(cfg: DictConfig) -> None:
     """Train into runs/<name>/head, continuing from its last checkpoint; a finished run is used as it is."""
-    from heads.checkpoint import save_head
     from hydra.utils import instantiate
 
     from heads.artifact import UserError, write_manifest
+    from heads.checkpoint import save_head
     from training.loop import open_accelerator, train
     from training.settings import TrainSettings
     from training.store import FeatureStore
@@ -50,7 +50,7 @@ def run(cfg: DictConfig) -> None:
     settings = TrainSettings(seed=cfg.seed, optim=instantiate(cfg.optim), **plain(cfg.train))
     head.to(open_accelerator(settings).device)
     parameters = sum(parameter.numel() for parameter in head.parameters())
-    covered = vocab.coverage(store.token_counts().supervised)
+    covered = vocab.coverage(store.token_counts().supervised_V)
     say(
         f"          {parameters / 1e6:.1f} M parameters; the draft vocabulary covers {covered:.1%} of the answers",
         flush=True,
@@ -74,8 +74,8 @@ def run(cfg: DictConfig) -> None:
             "draft_vocabulary": {"size": len(vocab.ids_W), "coverage_of_train_answers": covered},
             "parameters": parameters,
         }
-        save_head(head, folder / "head", target_fingerprint=target.fingerprint, extra=numbers)
-        write_manifest(folder / "head", "head", {"target": target.fingerprint, **numbers}, config=plain(cfg))
+        saved = save_head(head, folder / "head", target_fingerprint=target.fingerprint, extra=numbers)
+        write_manifest(folder / "head", "head", {**saved, "target": target.fingerprint, **numbers}, config=plain(cfg))
         say(
             f"          {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s; it is in {folder / 'head'}"
         )
@@ -90,7 +90,7 @@ def choose_vocab(cfg: DictConfig, store: FeatureStore, target: Any) -> DraftVoca
         return DraftVocabulary.identity(target.vocab_size)
     counts = store.token_counts()
     # A token seen only in prompts ranks behind every token of an answer.
-    ranked = counts.supervised.double() + counts.prompt.double() / (1 + counts.prompt.sum())
+    ranked = counts.supervised_V.double() + counts.prompt_V.double() / (1 + counts.prompt_V.sum())
     return DraftVocabulary.choose(ranked, size, special_ids=target.eos_token_ids)
 
 

@@ -1,0 +1,54 @@
+"""A head to the folder that a server loads, with a model card that carries the measured numbers.
+
+    python -m scripts.export name=mine export=vllm
+    python -m scripts.export name=mine head_dir=runs/other/head export.dtype=float32
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from scripts.common import one_sentence, plain
+
+
+def run(cfg: DictConfig) -> None:
+    """Write runs/<name>/export from the head and, when there is one, its report."""
+    from hydra.utils import instantiate
+
+    from eval.report_table import to_markdown
+    from heads.checkpoint import load_head, read_facts
+    from heads.export.card import Evidence
+
+    folder, report_path = Path(cfg.run_dir) / "export", Path(cfg.run_dir) / "report" / "report.json"
+    evidence = None
+    facts = read_facts(cfg.head_dir)
+    if report_path.is_file():
+        report = json.loads(report_path.read_text())
+        if report["head"]["sha256"] == facts["sha256"]:
+            evidence = Evidence(report, to_markdown(report))
+        else:
+            print(f"export    {report_path} is about another head; the model card gets no numbers", flush=True)
+    manifest = instantiate(cfg.export)(
+        load_head(cfg.head_dir),
+        folder,
+        target_fingerprint=facts["target"],
+        target_path=cfg.target.path,
+        evidence=evidence,
+        config=plain(cfg),
+    )
+    print(f"export    {folder} is ready for {manifest['server']}:\n\n    {manifest['serve']}", flush=True)
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
+@one_sentence
+def main(cfg: DictConfig) -> None:
+    """Entry point of `python -m scripts.export`."""
+    run(cfg)
+
+
+if __name__ == "__main__":
+    main()
