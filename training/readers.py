@@ -77,9 +77,7 @@ class Rows:
         self._sources.append(str(path))
         for number, line in _lines(path):
             if line is None:
-                self._rejected.append(
-                    Rejected(str(path), number, "the compressed file is damaged from here on", "")
-                )
+                self._rejected.append(Rejected(str(path), number, "the compressed file is damaged from here on", ""))
             elif line.strip():
                 self._add_line(str(path), number, line)
 
@@ -126,14 +124,10 @@ class Rows:
         if not self._kept and not self._rejected:
             raise UserError(f"{where} is empty; give a file with one conversation per line.")
         if not self._kept:
-            raise UserError(
-                f"None of the rows of {where} can be used ({summary(self._rejected)}); mend the file."
-            )
+            raise UserError(f"None of the rows of {where} can be used ({summary(self._rejected)}); mend the file.")
         short = [item for item in self._kept.values() if longest is None or item.characters() <= longest]
         chosen = _choose(short, limits)
-        return Reading(
-            tuple(chosen), tuple(self._rejected), len(self._kept) - len(chosen), held_out, arguments
-        )
+        return Reading(tuple(chosen), tuple(self._rejected), len(self._kept) - len(chosen), held_out, arguments)
 
 
 def parse_row(row: Any, *, slice_field: str = "slice", default_slice: str = "traffic") -> Conversation:
@@ -230,9 +224,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
             yield number + 1, None
 
 
-def _choose(
-    conversations: Iterable[Conversation], limits: int | Mapping[str, int | None] | None
-) -> list[Conversation]:
+def _choose(conversations: Iterable[Conversation], limits: int | Mapping[str, int | None] | None) -> list[Conversation]:
     """The `limits` conversations of each slice whose ids hash lowest, in the order they came; a larger limit
     only adds."""
     kept = list(conversations)
@@ -240,9 +232,7 @@ def _choose(
     for name in {conversation.slice for conversation in kept}:
         limit = limits.get(name) if isinstance(limits, Mapping) else limits
         if limit is not None and limit < 0:
-            raise UserError(
-                f"The limit of {limit} conversations for slice {name} is below 0; give a count or null."
-            )
+            raise UserError(f"The limit of {limit} conversations for slice {name} is below 0; give a count or null.")
         ids = sorted((c.id for c in kept if c.slice == name), key=lambda key: (hash_of("limit", key), key))
         chosen.update(ids[:limit])
     return [conversation for conversation in kept if conversation.id in chosen]

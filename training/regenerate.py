@@ -52,9 +52,7 @@ class Generation:
         }
         for name, (good, rule) in allowed.items():
             if not good:
-                raise UserError(
-                    f"generation.{name}={self.__dict__[name]} is not allowed; choose a value {rule}."
-                )
+                raise UserError(f"generation.{name}={self.__dict__[name]} is not allowed; choose a value {rule}.")
 
 
 @dataclass(frozen=True)

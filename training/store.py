@@ -82,9 +82,7 @@ def missing_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Files that the manifest speaks of and that are not there in full size; contents are not looked at."""
     sizes = {f"{shard['name']}.safetensors": shard["bytes"] for shard in manifest["shards"]}
     names = [
-        name
-        for name, size in sizes.items()
-        if not (folder / name).is_file() or (folder / name).stat().st_size != size
+        name for name, size in sizes.items() if not (folder / name).is_file() or (folder / name).stat().st_size != size
     ]
     return names + [name for name in manifest["files"] if not (folder / name).is_file()]
 
@@ -134,9 +132,7 @@ class FeatureStore:
         try:
             return safe_open(self.folder / f"{name}.safetensors", framework="pt")
         except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{name}.safetensors of {self.folder} cannot be read ({error}); {_REPEAT}"
-            ) from error
+            raise UserError(f"{name}.safetensors of {self.folder} cannot be read ({error}); {_REPEAT}") from error
 
     def token_counts(self) -> TokenCounts:
         """Token counts over all documents, for choosing a draft vocabulary."""
@@ -144,16 +140,12 @@ class FeatureStore:
 
     def verify(self) -> None:
         """Raises UserError naming every file whose bytes are not what was written."""
-        sums = {
-            f"{shard['name']}.safetensors": shard["sha256"] for shard in self.manifest["shards"]
-        } | self.manifest["files"]
+        sums = {f"{shard['name']}.safetensors": shard["sha256"] for shard in self.manifest["shards"]} | self.manifest[
+            "files"
+        ]
         bad = [name for name, sha256 in sums.items() if sha256_file(self.folder / name) != sha256]
         if bad:
-            raise UserError(
-                f"{self.folder} is damaged: {', '.join(bad)} changed after it was written; {_REPEAT}"
-            )
+            raise UserError(f"{self.folder} is damaged: {', '.join(bad)} changed after it was written; {_REPEAT}")
 
 
-_REPEAT = (
-    "delete what is damaged and repeat the command that made the store, which makes only that part again."
-)
+_REPEAT = "delete what is damaged and repeat the command that made the store, which makes only that part again."

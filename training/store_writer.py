@@ -64,9 +64,7 @@ class StoreWriter:
         found = {name for name in found if not name.endswith(".tmp")}
         if found - {SETTINGS}:
             if SETTINGS not in found:
-                raise UserError(
-                    f"{self.folder} is not empty and holds no features; choose another name= or delete it."
-                )
+                raise UserError(f"{self.folder} is not empty and holds no features; choose another name= or delete it.")
             self._compare(json.loads(path.read_text()))
         else:
             write_json(path, self.settings)
@@ -132,18 +130,13 @@ class StoreWriter:
     ) -> dict[str, Any]:
         """Join the indexes of all shards, count tokens and write the manifest, which is returned."""
         indexes = {name: json.loads((self.folder / f"{name}.json").read_text()) for name in names}
-        rows = sorted(
-            (row for index in indexes.values() for row in index["documents"]), key=lambda row: row["id"]
-        )
+        rows = sorted((row for index in indexes.values() for row in index["documents"]), key=lambda row: row["id"])
         answers = [
-            {key: row[key] for key in ("id", "conversation", "turn", "text", "finish_reason", "tokens")}
-            for row in rows
+            {key: row[key] for key in ("id", "conversation", "turn", "text", "finish_reason", "tokens")} for row in rows
         ]
         refs = [{key: row[key] for key in DocumentRef.__dataclass_fields__} for row in rows]
         for name, lines in ((DOCUMENTS, refs), (ANSWERS, answers), (QUARANTINE, refused)):
-            write_atomic(
-                self.folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            )
+            write_atomic(self.folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
         stored = [name for name in names if indexes[name]["documents"]]
         counts = _count(self.folder, stored, vocab_size)
         write_atomic(self.folder / COUNTS, save(counts._asdict()))

@@ -105,9 +105,7 @@ def position(conversation: Conversation) -> float:
     return int(hash_of("split", conversation.first_text())[:13], 16) / 16**13
 
 
-def split(
-    conversations: Iterable[Conversation], held_out: float
-) -> tuple[list[Conversation], list[Conversation]]:
+def split(conversations: Iterable[Conversation], held_out: float) -> tuple[list[Conversation], list[Conversation]]:
     """(train, held-out). A larger share moves conversations from train to held-out only, never back."""
     train: list[Conversation] = []
     held: list[Conversation] = []
@@ -131,14 +129,10 @@ def summary(rejected: Iterable[Rejected]) -> str:
     for item in rejected:
         counts[item.reason] += 1
         first.setdefault(item.reason, item.line)
-    return "; ".join(
-        f"{reason}: {count}, first in line {first[reason]}" for reason, count in counts.most_common()
-    )
+    return "; ".join(f"{reason}: {count}, first in line {first[reason]}" for reason, count in counts.most_common())
 
 
-def write_traffic(
-    folder: str | Path, reading: Reading, *, config: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def write_traffic(folder: str | Path, reading: Reading, *, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Split a reading and write the traffic folder; returns its manifest.
 
     Raises UserError when one side of the split would be empty or the folder holds other traffic.
@@ -153,9 +147,7 @@ def write_traffic(
         )
     print_of = {"train": fingerprint(train), "held_out": fingerprint(held)}
     if (folder / MANIFEST).is_file() and read_manifest(folder, "traffic")["fingerprints"] != print_of:
-        raise UserError(
-            f"{folder} holds other traffic than asked for now; choose another name= or delete {folder}."
-        )
+        raise UserError(f"{folder} holds other traffic than asked for now; choose another name= or delete {folder}.")
     rejected = [item.__dict__ for item in reading.rejected]
     for name, rows in (
         (_TRAIN, map(Conversation.to_row, train)),
@@ -165,9 +157,7 @@ def write_traffic(
         write_atomic(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     reasons = Counter(item.reason for item in reading.rejected)
     if reasons:
-        logger.warning(
-            "%d rows set aside in %s (%s)", len(rejected), folder / _QUARANTINE, summary(reading.rejected)
-        )
+        logger.warning("%d rows set aside in %s (%s)", len(rejected), folder / _QUARANTINE, summary(reading.rejected))
     counts = {
         "kept": len(reading.conversations),
         "quarantined": len(rejected),
@@ -204,8 +194,7 @@ def load_traffic(folder: str | Path) -> Traffic:
         path = folder / name
         if not path.is_file() or sha256_file(path) != manifest["files"][name]:
             raise UserError(
-                f"{path} is missing or was changed after it was written; delete {folder} and read the "
-                f"traffic again."
+                f"{path} is missing or was changed after it was written; delete {folder} and read the traffic again."
             )
         with open(path, encoding="utf-8") as file:
             sides.append(tuple(Conversation.from_row(json.loads(line)) for line in file))
