@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from heads.artifact import UserError
 from training import demo
@@ -311,7 +311,7 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("name", "reader"), [("demo", read_demo), ("jsonl", read_jsonl)])
 def test_a_config_names_every_argument_of_its_reader(name: str, reader: Any) -> None:
     text = (Path(__file__).parent.parent / "conf" / "traffic" / f"{name}.yaml").read_text()
-    values = yaml.safe_load(text)
+    values: Any = OmegaConf.to_container(OmegaConf.create(text))
     assert values.pop("_target_") == f"{reader.__module__}.{reader.__name__}"
     assert set(values) == set(inspect.signature(reader).parameters)
     assert text.startswith("# What:") and "licence" in text
