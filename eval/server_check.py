@@ -18,7 +18,8 @@ from eval.acceptance import Estimate, VllmCounters, vllm_counters
 from eval.bootstrap import FloatArray, cluster_intervals
 from eval.decode import Request
 from eval.server import Limits, Server, ServerRun, ask
-from eval.trace import RequestTrace
+from eval.trace import RequestTrace, dump_traces
+from heads.artifact import write_atomic
 
 EXACT = ("float32", "float64")
 SHOWN = 3  # requests named in a complaint
@@ -82,7 +83,11 @@ def check(
     folder: Path,
     say: Callable[[str], None],
 ) -> dict[str, Comparison]:
-    """Start the server without a draft and then with each of `drafts`, and compare; `say` is told of every start."""
+    """Start the server without a draft and then with each of `drafts`, and compare.
+
+    Our traces are laid beside the server's answers in `folder`; `say` is told of every start.
+    """
+    write_atomic(folder / f"{server.dtype}-ours.jsonl", dump_traces(ours))
 
     def answers(name: str, which: Server) -> ServerRun:
         answer = ask(which, requests, limits, folder=folder, name=f"{server.dtype}-{name}")

@@ -21,7 +21,7 @@ from eval.damage import DAMAGE, damage
 from eval.decode import DecodeSettings, Request, decode
 from eval.server import DRIVER, Limits, Server, ask, read_answer, to_trace
 from eval.server_check import acceptance_length, check, compare, to_lines
-from eval.trace import RequestTrace, Round
+from eval.trace import RequestTrace, Round, parse_traces
 from heads.artifact import UserError
 from heads.export.vllm import export_vllm
 from tests.simulated_traces import trace_of
@@ -290,6 +290,7 @@ def test_check_starts_the_server_once_for_each_draft(tmp_path, serve) -> None:
         f"vLLM 0.0-fake, float32, {n}" for n in ("plain", "head", "control")
     ]
     assert (tmp_path / "out" / "float32-control.answer.json").is_file()
+    assert parse_traces((tmp_path / "out" / "float32-ours.jsonl").read_text()) == ours
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
