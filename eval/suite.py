@@ -166,7 +166,7 @@ class Suite:
         self, target: FrozenTarget, proposers: Mapping[str, Proposer | None], task: Task
     ) -> dict[str, list[RequestTrace]]:
         """Some requests one at a time, with every proposer in turn: the only traces that carry seconds."""
-        chosen = _spread(self.requests, self.plan.timed_requests)
+        chosen = spread(self.requests, self.plan.timed_requests)
         if not chosen:
             return {}
         self.announce(f"{task.dtype}: {' · '.join(proposers)} in turn, timed", len(chosen) * len(proposers))
@@ -212,7 +212,7 @@ def _run(
     return Run(task.proposer, task.dtype, task.temperature, task.gamma, traces, found, clock)
 
 
-def _spread(requests: Sequence[Request], count: int) -> list[Request]:
+def spread(requests: Sequence[Request], count: int) -> list[Request]:
     """`count` requests, taken in turn from every slice."""
     slices: dict[str, list[Request]] = {}
     for request in requests:

@@ -45,12 +45,12 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
+        sync_folder(path.parent)
     except OSError as error:
         Path(name).unlink(missing_ok=True)
         raise UserError(
             f"Cannot write {path}: {error.strerror}; free some space there or choose another folder."
         ) from error
-    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

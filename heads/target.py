@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -221,15 +222,21 @@ def render(
 ) -> list[int]:
     """Token ids of a conversation up to where the assistant's next turn begins, by the tokenizer's own template.
 
-    Raises UserError when the tokenizer has no chat template.
+    Raises UserError when the tokenizer has no chat template or the template refuses the conversation.
     """
     if tokenizer.chat_template is None:
         raise UserError(
             f"The tokenizer of {tokenizer.name_or_path} has no chat template; add a chat_template.jinja to its folder."
         )
-    ids = tokenizer.apply_chat_template(
-        list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, return_dict=False
-    )
+    try:
+        ids = tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, return_dict=False
+        )
+    except TemplateError as error:
+        raise UserError(
+            f"The chat template of {tokenizer.name_or_path} refuses a conversation with the roles "
+            f"{', '.join(str(message.get('role')) for message in messages)} ({error}); leave it out or change the template."
+        ) from error
     return [int(index) for index in ids]
 
 

@@ -282,7 +282,6 @@ def test_states_that_are_not_finite_are_set_aside(
         gather(target, traffic(2), tmp_path / "f")
 
 
-@pytest.mark.xfail(reason="FrozenTarget.render must turn jinja2's TemplateError into UserError", strict=False)
 def test_a_template_that_refuses_a_conversation_sets_it_aside(tmp_path: Path) -> None:
     target = load_tiny(tmp_path)
     marks = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"

@@ -1,0 +1,88 @@
+"""Speed, measured in one run against what it is compared with. Never a pass or fail; the ratios are the result.
+
+    python -m scripts.bench bench=train head=eagle3
+    python -m scripts.bench bench=decode name=demo
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from scripts.common import build_head, load_target, one_sentence
+
+
+def run(cfg: DictConfig) -> None:
+    """The measurement that bench= names."""
+    {"train": bench_train, "decode": bench_decode}[cfg.bench.kind](cfg)
+
+
+def bench_train(cfg: DictConfig) -> None:
+    """Tokens/s, memory and share of the matmul peak of training the config's head on the config's target."""
+    import torch
+
+    from heads.vocab import DraftVocabulary
+    from training.bench import made_up_features, train_speed
+
+    print(f"bench     training {cfg.head._target_} for {cfg.target.path}, {torch.get_num_threads()} threads", flush=True)
+    target = load_target(cfg)
+    size = cfg.head.draft_vocab_size or target.vocab_size
+    vocab = DraftVocabulary.choose(torch.arange(target.vocab_size, 0, -1), min(size, target.vocab_size))
+    head = build_head(cfg, target, vocab)
+    del target.model.base_model.layers  # only what the head borrows is needed; the memory is the training's own
+    features = made_up_features(
+        head, hidden_size=target.hidden_size, documents=cfg.bench.documents, length=cfg.bench.length
+    ).to(target.device)
+    speed = train_speed(head, features, bf16=cfg.train.mixed_precision == "bf16", repeats=cfg.bench.repeats)
+    low, high = speed.spread
+    print(f"          {speed.tokens_per_second:,.0f} positions/s ({low:,.0f} … {high:,.0f}), {speed.supervised:.0%} supervised")
+    print(f"          {speed.flops / 1e9:,.0f} GFLOP a step of {len(features.ids_T):,} positions, optimizer included in the time")
+    print(f"          {speed.share:.0%} of the matmul peak measured in turn ({speed.peak / 1e9:,.0f} GFLOP/s at best)")
+    print(f"          {speed.memory / 1e9:.2f} GB of memory at most")
+
+
+def bench_decode(cfg: DictConfig) -> None:
+    """Plain decoding against the head at some γ, one request at a time and in turn."""
+    from dataclasses import replace
+
+    from hydra.utils import instantiate
+
+    from eval.acceptance import measure
+    from eval.bench import interleaved
+    from eval.decode import DecodeSettings
+    from eval.suite import spread
+    from scripts.evaluate import held_out_requests, proposers
+
+    head_dir = Path(cfg.head_dir)
+    print(f"bench     decoding with {head_dir} at batch 1, in turn with plain decoding", flush=True)
+    requests = spread(held_out_requests(cfg), cfg.bench.requests)
+    plan = instantiate(cfg.eval)
+    for dtype in plan.dtypes:
+        target = load_target(cfg, dtype)
+        head: Any = proposers("head", head_dir, target)["head"]
+        for gamma in cfg.bench.gammas:
+            settings = DecodeSettings(gamma=gamma, max_new_tokens=plan.max_new_tokens, seed=cfg.seed)
+            traces = interleaved(target, requests, {"head": head, "none": None}, replace(settings, rows=1))
+            found = measure(traces["head"], gamma=gamma, plain=traces["none"])
+            rates = {name: sum(len(t.tokens) for t in ts) / sum(t.seconds for t in ts) for name, ts in traces.items()}
+            speedup = found.speedup
+            interval = "" if speedup is None or speedup.low is None else f" [{speedup.low:.2f}, {speedup.high:.2f}]"
+            print(
+                f"          {dtype}, γ {gamma}: {rates['head']:.1f} against {rates['none']:.1f} tokens/s = "
+                f"{rates['head'] / rates['none']:.2f}×{interval}, {found.tokens_per_round.value:.2f} tokens a round",
+                flush=True,
+            )
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="bench")
+@one_sentence
+def main(cfg: DictConfig) -> None:
+    """Entry point of `python -m scripts.bench`."""
+    run(cfg)
+
+
+if __name__ == "__main__":
+    main()
