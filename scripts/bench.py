@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 
-from scripts.common import build_head, load_target, one_sentence
+from scripts.common import build_head, load_target, script
+from scripts.settings import build
 
 
 def run(cfg: DictConfig) -> None:
@@ -48,8 +48,6 @@ def bench_decode(cfg: DictConfig) -> None:
     """Plain decoding against the head at some γ, one request at a time and in turn."""
     from dataclasses import replace
 
-    from hydra.utils import instantiate
-
     from eval.acceptance import measure
     from eval.bench import interleaved
     from eval.decode import DecodeSettings
@@ -59,7 +57,7 @@ def bench_decode(cfg: DictConfig) -> None:
     head_dir = Path(cfg.head_dir)
     print(f"bench     decoding with {head_dir} at batch 1, in turn with plain decoding", flush=True)
     requests = spread(held_out_requests(cfg), cfg.bench.requests)
-    plan = instantiate(cfg.eval)
+    plan = build(cfg, "eval")
     for dtype in plan.dtypes:
         target = load_target(cfg, dtype)
         head: Any = proposers("head", head_dir, target)["head"]
@@ -77,8 +75,7 @@ def bench_decode(cfg: DictConfig) -> None:
             )
 
 
-@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="bench")
-@one_sentence
+@script("bench")
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.bench`."""
     run(cfg)

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 
-from scripts.common import head_needs, load_target, one_sentence, plain
+from scripts.common import head_needs, load_target, script
+from scripts.settings import build, generation_settings, plain
 
 
 def run(cfg: DictConfig) -> None:
     """Fill runs/<name>/traffic and runs/<name>/features; what is finished is used as it is."""
-    from hydra.utils import instantiate
-
     from training.collect import collect
-    from training.regenerate import Generation
     from training.traffic import load_traffic, write_traffic
 
     folder = Path(cfg.run_dir)
     print(f"traffic   reading the prompts into {folder / 'traffic'}", flush=True)
-    write_traffic(folder / "traffic", instantiate(cfg.traffic), config=plain(cfg))
+    write_traffic(folder / "traffic", build(cfg, "traffic"), config=plain(cfg))
     traffic = load_traffic(folder / "traffic")
     print(f"          {len(traffic.train)} conversations to train on, {len(traffic.held_out)} held out", flush=True)
     print(f"target    loading {cfg.target.path}", flush=True)
@@ -34,7 +31,7 @@ def run(cfg: DictConfig) -> None:
         conversations=traffic.train,
         folder=folder / "features",
         needs=head_needs(cfg, target),
-        generation=Generation(seed=cfg.seed, **plain(cfg.generation)),
+        generation=generation_settings(cfg),
         config=plain(cfg),
     )
     print(
@@ -44,8 +41,7 @@ def run(cfg: DictConfig) -> None:
     )
 
 
-@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
-@one_sentence
+@script()
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.collect`."""
     run(cfg)

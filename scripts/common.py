@@ -1,14 +1,23 @@
-"""What all scripts share: the one-sentence error, and the parts they build from the config. Joins training to eval."""
+"""What all scripts share: the entry point, the one-sentence error, and the parts that need the target.
+
+Joins training to eval. Values of the config are checked in `scripts.settings`.
+"""
 
 from __future__ import annotations
 
 import errno
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import hydra
+from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from scripts.settings import build, check_call, check_value, plain
 
 if TYPE_CHECKING:  # torch and transformers take seconds; a first line of output must not wait for them
     from heads.base import DraftHead
@@ -16,6 +25,29 @@ if TYPE_CHECKING:  # torch and transformers take seconds; a first line of output
     from heads.vocab import DraftVocabulary
 
 USER_ERROR = 2
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+INTERRUPTED = 130
+
+
+def script(config: str = "config") -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Make an entry point of a function of the config: Hydra composes it, and every mistake is one line on stderr."""
+
+    def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+        composed = hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(one_sentence(main))
+
+        @functools.wraps(main)
+        def entry() -> None:
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors on instead of printing them
+            try:
+                composed()
+            except InstantiationException:  # a fault of ours, which deserves its traceback
+                raise
+            except (HydraException, OmegaConfBaseException) as error:
+                sys.exit(_fail(_phrase(error)))
+
+        return entry
+
+    return decorate
 
 
 def one_sentence(main: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
@@ -26,13 +58,21 @@ def one_sentence(main: Callable[[DictConfig], None]) -> Callable[[DictConfig], N
         from heads.artifact import UserError
 
         try:
+            for name, kind in (("seed", int), ("run_dir", str), ("head_dir", str)):
+                check_value(name, cfg[name], kind)
             main(cfg)
         except UserError as error:
             sys.exit(_fail(str(error)))
+        except OmegaConfBaseException as error:
+            sys.exit(_fail(_phrase(error)))
+        except KeyboardInterrupt:
+            print("\nStopped; the same command goes on from here.", file=sys.stderr)
+            sys.exit(INTERRUPTED)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in _DISK:
                 raise
-            sys.exit(_fail(f"The disk is full ({error.filename or cfg.run_dir}); free some space and run this again."))
+            where = error.filename or cfg.run_dir
+            sys.exit(_fail(f"Cannot use {where}: {error.strerror}; mend that or choose another run_dir=."))
 
     return guarded
 
@@ -42,11 +82,14 @@ def _fail(sentence: str) -> int:
     return USER_ERROR
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """A config node as plain values."""
-    values = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+def _phrase(error: Exception) -> str:
+    """What Hydra and OmegaConf have to say, in one line."""
+    lines = [line.strip() for line in str(error).partition("Config search path:")[0].splitlines()]
+    name = lines[0].removeprefix("Could not override '").removesuffix("'.")
+    if name != lines[0]:
+        return f"There is no setting {name}; --cfg job shows all, and a name of your own takes a + before it."
+    noise = ("full_key:", "object_type=", "See https://hydra.cc")
+    return " ".join(line for line in lines if line and not line.startswith(noise))
 
 
 def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
@@ -60,8 +103,9 @@ def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
     if OmegaConf.is_missing(cfg.target, "path"):
         raise UserError("target=custom needs target.path=<folder, Hub id or .gguf file>.")
     options = plain(cfg.target)
+    check_call(FrozenTarget.load, "target", options)
     if options["device"] == "auto":
-        options["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+        options["device"] = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     return FrozenTarget.load(options.pop("path"), **(options | ({"dtype": dtype} if dtype else {})))
 
 
@@ -94,8 +138,5 @@ def head_needs(cfg: DictConfig, target: FrozenTarget) -> Any:
 
 def _head_class(cfg: DictConfig) -> Callable[..., DraftHead]:
     """The head's class with the constructor arguments of its config; the rest of that config is decided outside."""
-    from hydra.utils import instantiate
-
-    options = {key: value for key, value in plain(cfg.head).items() if key not in ("draft_vocab_size", "from_target")}
-    head_class: Callable[..., DraftHead] = instantiate(options, _partial_=True, _convert_="all")
+    head_class: Callable[..., DraftHead] = build(cfg, "head", _partial_=True)
     return head_class

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hydra
 from omegaconf import DictConfig
 
-from scripts.common import load_target, one_sentence, plain
+from scripts.common import load_target, script
+from scripts.settings import build, plain
 
 if TYPE_CHECKING:
     from eval.decode import Proposer, Request
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 def run(cfg: DictConfig) -> None:
     """Write runs/<name>/report; parts of an evaluation that are already there are not repeated."""
-    from hydra.utils import instantiate
     from rich.console import Console
 
     from eval.report import build_report
@@ -38,7 +37,7 @@ def run(cfg: DictConfig) -> None:
     print(f"evaluate  {name} of {head_dir} on the held-out requests", flush=True)
     requests = held_out_requests(cfg)
     traffic = read_manifest(Path(cfg.run_dir) / "traffic", "traffic")
-    plan = instantiate(cfg.eval, seed=cfg.seed)
+    plan = build(cfg, "eval", seed=cfg.seed)
     with Steps() as steps:
         suite = Suite(
             requests=requests,
@@ -99,8 +98,7 @@ def proposers(name: str, head_dir: Path, target: FrozenTarget) -> Mapping[str, P
     return {name: head, "prompt_lookup": PromptLookup()}
 
 
-@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
-@one_sentence
+@script()
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.evaluate`."""
     run(cfg)

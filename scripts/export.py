@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 
-from scripts.common import one_sentence, plain
+from scripts.common import script
+from scripts.settings import build, plain
 
 
 def run(cfg: DictConfig) -> None:
     """Write runs/<name>/export from the head and, when there is one, its report."""
-    from hydra.utils import instantiate
-
     from eval.report_table import to_markdown
     from heads.checkpoint import load_head, read_facts
     from heads.export.card import Evidence
@@ -32,7 +30,7 @@ def run(cfg: DictConfig) -> None:
             evidence = Evidence(report, to_markdown(report))
         else:
             print(f"export    {report_path} is about another head; the model card gets no numbers", flush=True)
-    manifest = instantiate(cfg.export)(
+    manifest = build(cfg, "export")(
         load_head(cfg.head_dir),
         folder,
         target_fingerprint=facts["target"],
@@ -43,8 +41,7 @@ def run(cfg: DictConfig) -> None:
     print(f"export    {folder} is ready for {manifest['server']}:\n\n    {manifest['serve']}", flush=True)
 
 
-@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
-@one_sentence
+@script()
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.export`."""
     run(cfg)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 
-import hydra
 from omegaconf import DictConfig
 
 from scripts import collect, evaluate, export, train
-from scripts.common import one_sentence
+from scripts.common import script
+from scripts.settings import check_all
 
 STAGES = (
     ("1/4 the target answers the prompts", collect.run),
@@ -22,12 +22,12 @@ STAGES = (
 )
 
 
-@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
-@one_sentence
+@script()
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.pipeline`."""
     started = time.monotonic()
     print(f"Draftsmith: {cfg.name}, four stages, each resumable; artifacts go to {cfg.run_dir}", flush=True)
+    check_all(cfg)
     for title, stage in STAGES:
         print(f"\n[{(time.monotonic() - started) / 60:4.1f} min] {title}", flush=True)
         stage(cfg)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hydra
 from omegaconf import DictConfig
 
-from scripts.common import load_target, one_sentence, plain
+from scripts.common import load_target, script
+from scripts.settings import plain
 
 if TYPE_CHECKING:
     from eval.decode import Request
@@ -105,8 +105,7 @@ def chosen_requests(cfg: DictConfig) -> list[Request]:
     return [there[index * len(there) // cfg.requests] for index in range(cfg.requests)]
 
 
-@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="serve_check")
-@one_sentence
+@script("serve_check")
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.serve_check`."""
     if not run(cfg):

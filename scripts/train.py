@@ -6,14 +6,16 @@ accelerate launch --num_processes 8 -m scripts.train name=mine head=eagle3
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hydra
 from omegaconf import DictConfig
 
-from scripts.common import build_head, load_target, one_sentence, plain
+from scripts.common import build_head, load_target, script
+from scripts.settings import build, plain, train_settings
 
 if TYPE_CHECKING:
     from heads.vocab import DraftVocabulary
@@ -22,12 +24,9 @@ if TYPE_CHECKING:
 
 def run(cfg: DictConfig) -> None:
     """Train into runs/<name>/head, continuing from its last checkpoint; a finished run is used as it is."""
-    from hydra.utils import instantiate
-
     from heads.artifact import UserError, write_manifest
     from heads.checkpoint import save_head
     from training.loop import open_accelerator, train
-    from training.settings import TrainSettings
     from training.store import FeatureStore
 
     folder, main = Path(cfg.run_dir), int(os.environ.get("RANK", "0")) == 0
@@ -47,7 +46,7 @@ def run(cfg: DictConfig) -> None:
             f"{folder / 'features'} holds the taps {store.manifest['needs']['taps']} but the head wants "
             f"{list(head.needs.taps)}; set head.taps= to the former or collect again under another name=."
         )
-    settings = TrainSettings(seed=cfg.seed, optim=instantiate(cfg.optim), **plain(cfg.train))
+    settings = train_settings(cfg)
     head.to(open_accelerator(settings).device)
     parameters = sum(parameter.numel() for parameter in head.parameters())
     covered = vocab.coverage(store.token_counts().supervised_V)
@@ -60,7 +59,7 @@ def run(cfg: DictConfig) -> None:
         store,
         settings,
         folder=folder / "head",
-        tracker=instantiate(cfg.tracking, folder=str(folder / "head")),
+        tracker=build(cfg, "tracking", folder=str(folder / "head")),
         identity={"features": store.manifest["shards"], "target": target.fingerprint},
     )
     if main:
@@ -74,11 +73,23 @@ def run(cfg: DictConfig) -> None:
             "draft_vocabulary": {"size": len(vocab.ids_W), "coverage_of_train_answers": covered},
             "parameters": parameters,
         }
-        saved = save_head(head, folder / "head", target_fingerprint=target.fingerprint, extra=numbers)
-        write_manifest(folder / "head", "head", {**saved, "target": target.fingerprint, **numbers}, config=plain(cfg))
-        say(
-            f"          {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s; it is in {folder / 'head'}"
-        )
+        if not is_saved(folder / "head", numbers):
+            saved = save_head(head, folder / "head", target_fingerprint=target.fingerprint, extra=numbers)
+            body = {**saved, "target": target.fingerprint, **numbers}
+            write_manifest(folder / "head", "head", body, config=plain(cfg))
+        say(f"          {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s; it is in {folder / 'head'}")
+
+
+def is_saved(folder: Path, numbers: Mapping[str, Any]) -> bool:
+    """Whether the head of these numbers is in the folder, so that a repeated command leaves it alone."""
+    from heads.artifact import MANIFEST, read_manifest, sha256_file
+    from heads.checkpoint import FACTS, TENSORS
+
+    if not all((folder / name).is_file() for name in (MANIFEST, FACTS, TENSORS)):
+        return False
+    manifest = read_manifest(folder, "head")
+    same = all(json.dumps(manifest.get(name)) == json.dumps(value) for name, value in numbers.items())
+    return same and sha256_file(folder / TENSORS) == manifest["sha256"]
 
 
 def choose_vocab(cfg: DictConfig, store: FeatureStore, target: Any) -> DraftVocabulary:
@@ -94,10 +105,12 @@ def choose_vocab(cfg: DictConfig, store: FeatureStore, target: Any) -> DraftVoca
     return DraftVocabulary.choose(ranked, size, special_ids=target.eos_token_ids)
 
 
-@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
-@one_sentence
+@script()
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.train`."""
+    from training.processes import start_missing_processes
+
+    start_missing_processes()
     run(cfg)
 
 

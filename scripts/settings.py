@@ -1,0 +1,154 @@
+"""From config nodes to calls and settings: an unknown name or a value of the wrong type is one sentence, not a crash.
+
+The annotations of whatever a node's `_target_` names are its schema; there is no other. What the values mean, and
+which of them are allowed, is known where they are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+if TYPE_CHECKING:
+    from training.regenerate import Generation
+    from training.settings import TrainSettings
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
+_ABOUT_CALLS = ("_target_", "_convert_", "_partial_", "_recursive_")
+_OF_BUILDING = {"head": {"draft_vocab_size": int | None, "from_target": bool}}
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """A config node as plain values."""
+    values = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def build(cfg: DictConfig, key: str, **more: Any) -> Any:
+    """What the node `key` makes of its values and `more`. Raises UserError on names and types that cannot be."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    from heads.artifact import UserError
+
+    check_node(cfg, key)
+    node = {name: value for name, value in plain(cfg[key]).items() if name not in _OF_BUILDING.get(key, {})}
+    try:
+        return instantiate({"_convert_": "all", **node}, **more)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from error
+        raise
+
+
+def train_settings(cfg: DictConfig) -> TrainSettings:
+    """How to train, out of train, optim and seed."""
+    from training.settings import TrainSettings
+
+    values = plain(cfg.train)
+    check_call(TrainSettings, "train", values, elsewhere=("seed", "optim"))
+    return TrainSettings(seed=cfg.seed, optim=build(cfg, "optim"), **values)
+
+
+def generation_settings(cfg: DictConfig) -> Generation:
+    """How the target answers, out of generation and seed."""
+    from training.regenerate import Generation
+
+    values = plain(cfg.generation)
+    check_call(Generation, "generation", values, elsewhere=("seed",))
+    return Generation(seed=cfg.seed, **values)
+
+
+def check_all(cfg: DictConfig) -> None:
+    """Refuse whatever can be refused before the first of several long stages begins."""
+    from heads.target import FrozenTarget
+
+    train_settings(cfg)
+    generation_settings(cfg)
+    build(cfg, "eval", seed=cfg.seed)
+    check_call(FrozenTarget.load, "target", {name: value for name, value in cfg.target.items() if name != "path"})
+    for key in ("traffic", "head", "tracking", "export"):
+        check_node(cfg, key)
+
+
+def check_node(cfg: DictConfig, key: str) -> None:
+    """Check the values of a node against the annotations of its `_target_`."""
+    from heads.artifact import UserError
+
+    values = plain(cfg[key])
+    module, _, name = str(values["_target_"]).rpartition(".")
+    try:
+        function = vars(importlib.import_module(module))[name]
+    except (ImportError, ValueError, KeyError) as error:
+        raise UserError(f"{key}._target_={values['_target_']} cannot be imported; name a class or function.") from error
+    extra = _OF_BUILDING.get(key, {})
+    for name, hint in extra.items():
+        check_value(f"{key}.{name}", values[name], hint)
+    own = {name: value for name, value in values.items() if name not in (*extra, *_ABOUT_CALLS)}
+    check_call(function, key, own, besides=tuple(extra))
+
+
+def check_call(
+    function: Callable[..., Any],
+    key: str,
+    values: Mapping[str, Any],
+    *,
+    besides: Sequence[str] = (),
+    elsewhere: Sequence[str] = (),
+) -> None:
+    """Check values by name against what a class or function takes. Raises UserError.
+
+    besides: names that are settings too; elsewhere: names that are none here, because their values come from outside.
+    """
+    from heads.artifact import UserError
+
+    hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    known = [name for name in inspect.signature(function).parameters if name not in elsewhere]
+    for name, value in values.items():
+        if name not in known:
+            raise UserError(f"There is no setting {key}.{name}; there are {', '.join(sorted([*known, *besides]))}.")
+        check_value(f"{key}.{name}", value, hints.get(name, Any))
+
+
+def check_value(name: str, value: Any, hint: Any) -> None:
+    """Raises UserError when a value is not of an annotated type."""
+    from heads.artifact import UserError
+
+    if not _fits(value, hint):
+        raise UserError(f"{name}={value!r} is of the wrong type; give {_phrase(hint)}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in arguments)
+    if origin in (tuple, list, Sequence):
+        if not isinstance(value, (list, tuple)):
+            return False
+        if origin is tuple and arguments[-1] is not Ellipsis:
+            return len(value) == len(arguments) and all(map(_fits, value, arguments))
+        return all(_fits(one, arguments[0]) for one in value)
+    if origin in (dict, Mapping):
+        return isinstance(value, dict) and all(_fits(one, arguments[1]) for one in value.values())
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _phrase(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_phrase(one) for one in arguments))
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return f"[{', '.join(map(_phrase, arguments))}]"
+    if origin in (tuple, list, Sequence):
+        return f"a list [{_phrase(arguments[0])}, …]"
+    if origin in (dict, Mapping):
+        return f"a mapping {{name: {_phrase(arguments[1])}, …}}"
+    return _WORDS.get(hint) or inspect.formatannotation(hint)
