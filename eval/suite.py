@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from eval.bench import interleaved
 from eval.decode import DecodeSettings, Proposer, Request, decode
@@ -48,13 +49,25 @@ class Plan:
         unknown = [dtype for dtype in self.dtypes if dtype not in DTYPES]
         if unknown or not self.dtypes:
             raise UserError(f"eval.dtypes={list(self.dtypes)} must name some of {', '.join(DTYPES)}.")
-        if self.gamma < 1 or any(gamma < 1 for gamma in self.gammas):
-            raise UserError(f"eval.gamma={self.gamma} eval.gammas={list(self.gammas)} must be at least 1.")
         if self.max_new_tokens < 2 or self.rows < 1 or self.timed_requests < 0:
             raise UserError(
                 f"eval.max_new_tokens={self.max_new_tokens} must be ≥ 2, eval.rows={self.rows} ≥ 1 and "
                 f"eval.timed_requests={self.timed_requests} ≥ 0."
             )
+        if not all(1 <= gamma < self.max_new_tokens for gamma in (self.gamma, *self.gammas)):
+            raise UserError(
+                f"eval.gamma={self.gamma} and eval.gammas={list(self.gammas)} must be at least 1 and below "
+                f"eval.max_new_tokens={self.max_new_tokens}."
+            )
+        if not self.temperatures or min(self.temperatures) < 0 or not 0 < self.top_p <= 1:
+            raise UserError(
+                f"eval.temperatures={list(self.temperatures)} must be some values ≥ 0, eval.top_p={self.top_p} above 0 "
+                f"and at most 1."
+            )
+        lists = {"gammas": self.gammas, "temperatures": self.temperatures, "dtypes": self.dtypes}
+        for name, values in lists.items():
+            if len(set(values)) < len(values):
+                raise UserError(f"eval.{name}={list(values)} says something twice; give each value once.")
 
 
 @dataclass(frozen=True)
@@ -165,13 +178,22 @@ class Suite:
     def _timed(
         self, target: FrozenTarget, proposers: Mapping[str, Proposer | None], task: Task
     ) -> dict[str, list[RequestTrace]]:
-        """Some requests one at a time, with every proposer in turn: the only traces that carry seconds."""
+        """Some requests one at a time, with every proposer in turn: the only traces whose seconds count.
+
+        All of them come from one session: a ratio of seconds from before and after a crash would mean nothing.
+        """
         chosen = spread(self.requests, self.plan.timed_requests)
         if not chosen:
             return {}
+        name = f"timed-{task.dtype}"
+        if (kept := self._kept(name)) is not None:
+            traces = kept[1]
+            return {key: list(traces[n * len(chosen) :][: len(chosen)]) for n, key in enumerate(proposers)}
         self.announce(f"{task.dtype}: {' · '.join(proposers)} in turn, timed", len(chosen) * len(proposers))
         settings = self._settings(Task("", task.dtype, 0.0, self.plan.gamma))
-        return interleaved(target, chosen, proposers, settings, self._count)
+        found = interleaved(target, chosen, proposers, settings, self._count)
+        self._keep(name, {}, [trace for key in proposers for trace in found[key]])
+        return found
 
     def _settings(self, task: Task) -> DecodeSettings:
         top_p = self.plan.top_p if task.temperature > 0 else 1.0
@@ -189,25 +211,31 @@ class Suite:
     def _write(self, task: Task, run: Run) -> None:
         found = None if run.divergences is None else [asdict(divergence) for divergence in run.divergences]
         timed = [trace.request_id for trace in run.clock]
-        head = {"key": self.key, **asdict(task), "divergences": found, "timed": timed}
-        write_atomic(self.folder / f"{task.name}.jsonl", json.dumps(head) + "\n" + dump_traces(run.traces))
+        self._keep(task.name, {**asdict(task), "divergences": found, "timed": timed}, run.traces)
 
     def _read(self, task: Task) -> Run | None:
-        path = self.folder / f"{task.name}.jsonl"
+        if (kept := self._kept(task.name)) is None:
+            return None
+        head, traces = kept
+        found = head["divergences"]
+        differing = None if found is None else [Divergence(**value) for value in found]
+        return _run(task, traces, differing, head["timed"])
+
+    def _keep(self, name: str, facts: Mapping[str, Any], traces: Sequence[RequestTrace]) -> None:
+        head = {"key": self.key, **facts}
+        write_atomic(self.folder / f"{name}.jsonl", json.dumps(head) + "\n" + dump_traces(traces))
+
+    def _kept(self, name: str) -> tuple[dict[str, Any], Sequence[RequestTrace]] | None:
+        """What an earlier session kept under this name, if it was the same evaluation."""
+        path = self.folder / f"{name}.jsonl"
         if not path.is_file():
             return None
         first, _, rest = path.read_text().partition("\n")
         head = json.loads(first)
-        if head["key"] != self.key:
-            return None
-        found = head["divergences"]
-        differing = None if found is None else [Divergence(**value) for value in found]
-        return _run(task, parse_traces(rest), differing, head["timed"])
+        return (head, parse_traces(rest)) if head["key"] == self.key else None
 
 
-def _run(
-    task: Task, traces: Sequence[RequestTrace], found: Sequence[Divergence] | None, timed: Sequence[str]
-) -> Run:
+def _run(task: Task, traces: Sequence[RequestTrace], found: Sequence[Divergence] | None, timed: Sequence[str]) -> Run:
     clock = [trace for trace in traces if trace.request_id in timed]
     return Run(task.proposer, task.dtype, task.temperature, task.gamma, traces, found, clock)
 
