@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from heads.artifact import UserError, digest
 from heads.base import TargetWeights
 from heads.cache import BlockCache
+from heads.packed import pack_linears
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 _WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin")
@@ -105,7 +106,9 @@ class FrozenTarget:
         fingerprint = fingerprint_target(folder, gguf_file=gguf_file, adapter=adapter, tokenizer=tokenizer)
         if adapter is not None:
             model = _merge_adapter(model, adapter)
-        return cls(model=model.to(device), tokenizer=tokenizer, path=str(path), fingerprint=fingerprint)
+        model.to(device)
+        pack_linears(model)
+        return cls(model=model, tokenizer=tokenizer, path=str(path), fingerprint=fingerprint)
 
     @property
     def device(self) -> torch.device:

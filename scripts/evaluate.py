@@ -92,9 +92,11 @@ def proposers(name: str, head_dir: Path, target: FrozenTarget) -> Mapping[str, P
     """The head, and what costs nothing, ready for this target."""
     from eval.proposers.prompt_lookup import PromptLookup
     from heads.checkpoint import load_head
+    from heads.packed import pack_linears
 
     head: Any = load_head(head_dir, target=target).to(device=target.device, dtype=target.dtype)
     head.attach(target.weights)
+    pack_linears(head)
     return {name: head, "prompt_lookup": PromptLookup()}
 
 
