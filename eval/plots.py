@@ -1,33 +1,57 @@
-"""Small charts as inline SVG: lines over a depth or a draft length, dots per slice, each with intervals.
+"""Charts as inline SVG, drawn by matplotlib: lines over whole numbers, dots per group, each with its interval.
 
-Drawn by hand rather than by a plotting library, so that colours follow the page (dark, light, print), text
-stays text, and a chart weighs a few kilobytes. Colours and fonts are the page's: here are only class names.
-This module does not know what the numbers mean.
+Colours are the page's: matplotlib gets stand-ins, which become the page's CSS variables in the SVG, so that a
+chart follows dark, light and print; text stays text. This module does not know what the numbers mean.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import io
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-WIDTH, HEIGHT = 360, 236
-LEFT, RIGHT, TOP, BOTTOM = 38, 12, 10, 38
-ROW = 19  # height of one dot of a dot chart
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, HEIGHT = 330, 222  # the viewBox: near the pixels of a card on a phone, so that 12 means 12 there
+ROW = 18.5  # height of one dot of a dot chart
+MARKS = {"s1": "o", "s2": "s", "s3": "^", "s4": "D", "s5": "v", "s6": "*"}  # a series' colour and its shape
+COLOURS = {name: f"#fe00{i:02x}" for i, name in enumerate(["ink", "soft", "rule", "card", *MARKS])}
+WHISKER: dict[str, Any] = {"linewidth": 5, "alpha": 0.3, "capstyle": "round"}
+STYLE = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 11.8,
+    "font.sans-serif": "DejaVu Sans",  # to measure with, wider than most; the page sets its own
+    "axes.labelcolor": COLOURS["soft"],
+    "xtick.color": COLOURS["soft"],
+    "ytick.color": COLOURS["soft"],
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.major.pad": 8,  # clear of a mark on the axis
+    "ytick.major.pad": 6,
+    "figure.facecolor": "none",
+    "grid.color": COLOURS["rule"],
+    "axes.autolimit_mode": "round_numbers",
+    "axes.xmargin": 0,
+    "axes.ymargin": 0,
+    "lines.markersize": 7,
+    "lines.markeredgewidth": 1.3,
+}
+Estimate = Mapping[str, Any]  # value, low, high: a number or None
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points (x, estimate); an estimate has value, low, high. `css`: s1, s2, … or f for a formula."""
+    """Points (x, estimate). css: a key of MARKS; look: what differs from a line with full marks, for matplotlib."""
 
-    name: str
     css: str
-    points: Sequence[tuple[float, Mapping[str, Any]]]
-    line: bool = True
-    dots: bool = True
-    hollow: bool = False
+    points: Sequence[tuple[float, Estimate]]
+    look: Mapping[str, Any] = field(default_factory=dict)
 
 
 def exact(value: float) -> dict[str, float | None]:
@@ -35,124 +59,94 @@ def exact(value: float) -> dict[str, float | None]:
     return {"value": value, "low": None, "high": None}
 
 
-def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers from at most `low` to at least `high`."""
-    raw = max(high - low, 1e-9) / wanted
-    power = 10 ** math.floor(math.log10(raw))
-    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 10) for i in range(first, max(last, first + 1) + 1)]
-
-
-@dataclass(frozen=True)
-class _Scale:
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
-        return round(self.start + share * (self.end - self.start), 1)
-
-
-def _text(x: float, y: float, content: str, anchor: str = "middle", css: str = "tick") -> str:
-    return f'<text class="{css}" x="{x}" y="{y}" text-anchor="{anchor}">{escape(content)}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
-    return f'<line class="{css}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
-
-
-def _svg(label: str, height: float, body: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label, quote=True)}">'
-        + "".join(body)
-        + "</svg>"
-    )
-
-
-def _present(points: Sequence[tuple[float, Mapping[str, Any]]]) -> list[tuple[float, Mapping[str, Any]]]:
-    return [(x, e) for x, e in points if e["value"] is not None]
-
-
 def line_chart(
-    series: Sequence[Series], *, x_label: str, label: str, y_ticks: Sequence[float], x_ticks: Sequence[int]
+    series: Sequence[Series], *, x_label: str, label: str, x_range: tuple[int, int], shown: tuple[float, float]
 ) -> str:
-    """Values over whole numbers; series are shifted by a few pixels so that intervals do not overlap."""
-    categories = x_ticks[0] > 0
-    edge = 0.35 if categories else 0.2
-    x = _Scale(x_ticks[0] - edge, max(x_ticks[-1], x_ticks[0] + 1) + edge, LEFT, WIDTH - RIGHT)
-    y = _Scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP)
-    body = []
-    for tick in y_ticks:
-        body.append(_line(LEFT, y(tick), WIDTH - RIGHT, y(tick), "grid"))
-        body.append(_text(LEFT - 7, y(tick) + 3.5, f"{tick:g}", "end"))
-    body += [_text(x(tick), HEIGHT - BOTTOM + 16, str(tick)) for tick in x_ticks]
-    body.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, x_label, css="axis"))
-    dodged = [s for s in series if s.dots]
-    for one in series:
-        shift = 7.0 * (dodged.index(one) - (len(dodged) - 1) / 2) if one.dots and categories else 0.0
-        body.append(_curve(one, x, y, shift))
-    return _svg(label, HEIGHT, body)
+    """Values over the whole numbers of x_range; the other axis covers at least `shown`. The first series is on
+    top and in its place, the others are a little beside it: their intervals would lie on each other."""
+    order = list(dict.fromkeys(one.css for one in series))
 
+    def draw(axes: Axes) -> None:
+        for one in reversed(series):
+            nth = order.index(one.css)
+            aside = min(0.12, 0.6 / len(order)) * ((nth + 1) // 2) * (1 if nth % 2 else -1)
+            points = [(at + aside, e) for at, e in one.points if e["value"] is not None]
+            look = {"color": COLOURS[one.css], "marker": MARKS[one.css], **one.look}
+            for at, e in points:
+                if e["low"] is not None:
+                    axes.vlines(at, e["low"], e["high"], color=look["color"], **WHISKER)
+            if points:
+                axes.plot([at for at, _ in points], [e["value"] for _, e in points], **look)
+        axes.set_xlim(x_range[0] - 0.35, x_range[1] + 0.35)
+        axes.locator_params("x", nbins=12, integer=True)
+        axes.grid(axis="y")
 
-def _curve(series: Series, x: _Scale, y: _Scale, shift: float) -> str:
-    points = [(round(x(at) + shift, 1), e) for at, e in _present(series.points)]
-    parts = []
-    if series.line and len(points) > 1:
-        path = " ".join(f"{at},{y(e['value'])}" for at, e in points)
-        parts.append(f'<polyline class="line" points="{path}"/>')
-    if series.dots:
-        for at, e in points:
-            if e["low"] is not None:
-                parts.append(_line(at, y(e["low"]), at, y(e["high"]), "whisker"))
-            css = "hollow" if series.hollow else "dot"
-            parts.append(f'<circle class="{css}" cx="{at}" cy="{y(e["value"])}" r="4"/>')
-    return f'<g class="{series.css}">{"".join(parts)}</g>'
+    return _svg(draw, x_label=x_label, label=label, shown=shown, height=HEIGHT)
 
 
 def dot_chart(
-    groups: Sequence[tuple[str, Sequence[tuple[str, Mapping[str, Any]]]]],
+    groups: Sequence[tuple[str, Sequence[tuple[str, Estimate]]]],
     *,
     x_label: str,
     label: str,
-    x_ticks: Sequence[float],
+    shown: tuple[float, float],
     mark: float | None = None,
 ) -> str:
-    """One group of rows per slice, one dot per series (css, estimate), each with its interval and value."""
-    longest = max(len(_short(name)) for name, _ in groups)
-    left = min(128.0, 14 + 6.4 * longest)
-    right = WIDTH - 44
-    x = _Scale(x_ticks[0], x_ticks[-1], left, right)
-    body, at = [], float(TOP)
-    rows = []
-    for name, dots in groups:
-        height = ROW * max(len(dots), 1) + 9
-        rows.append(_text(left - 9, round(at + height / 2 + 1, 1), _short(name), "end", "name"))
-        for index, (css, e) in enumerate(dots):
-            rows.append(_dot(css, e, x, at + ROW * (index + 0.5) + 2))
-        at += height
-    for tick in x_ticks:
-        body.append(_line(x(tick), TOP, x(tick), at, "grid"))
-        body.append(_text(x(tick), at + 15, f"{tick:g}"))
-    if mark is not None:
-        body.append(_line(x(mark), TOP - 4, x(mark), at, "mark"))
-    body.append(_text((left + right) / 2, at + 33, x_label, css="axis"))
-    return _svg(label, at + 38, body + rows)
+    """Groups of rows, one row per series (css, estimate), each with its interval and its value in figures."""
+    tops = [sum(max(len(dots), 1) + 0.6 for _, dots in groups[:i]) for i in range(len(groups) + 1)]
+
+    def draw(axes: Axes) -> None:
+        for top, (_, dots) in zip(tops, groups, strict=False):
+            for index, (css, e) in enumerate(dots):
+                _dot(axes, css, e, top + index)
+        if mark is not None:
+            axes.axvline(mark, color=COLOURS["ink"], linestyle=":", linewidth=1.2)
+        axes.set_ylim(tops[-1] - 0.9, -0.7)
+        centres = [top + (len(dots) - 1) / 2 for top, (_, dots) in zip(tops, groups, strict=False)]
+        axes.set_yticks(centres, [_short(name) for name, _ in groups], color=COLOURS["ink"])
+        axes.grid(axis="x")
+
+    return _svg(draw, x_label=x_label, label=label, shown=shown, height=ROW * tops[-1] + 44)
 
 
-def _dot(css: str, estimate: Mapping[str, Any], x: _Scale, at: float) -> str:
+def _dot(axes: Axes, css: str, estimate: Estimate, y: float) -> None:
     value = estimate["value"]
-    if value is None:
-        return f'<g class="{css}">{_text(x.start + 4, at + 3.5, "–", "start", "value")}</g>'
-    parts = []
+    look: dict[str, Any] = {"color": COLOURS[css]}
     if estimate["low"] is not None:
-        parts.append(_line(x(estimate["low"]), at, x(estimate["high"]), at, "whisker"))
-    parts.append(f'<circle class="dot" cx="{x(value)}" cy="{at}" r="4"/>')
-    parts.append(_text(WIDTH - 4, at + 3.5, f"{value:.2f}", "end", "value"))
-    return f'<g class="{css}">{"".join(parts)}</g>'
+        axes.hlines(y, estimate["low"], estimate["high"], **look, **WHISKER)
+    if value is not None:
+        axes.plot([value], [y], marker=MARKS[css], **look)
+    figure = "–" if value is None else f"{value:.2f}"
+    axes.text(1.03, y, figure, va="center", transform=axes.get_yaxis_transform(), **look)
 
 
 def _short(name: str, length: int = 17) -> str:
+    name = " ".join(name.split())
     return name if len(name) <= length else name[: length - 1] + "…"
+
+
+def _svg(draw: Callable[[Axes], None], *, x_label: str, label: str, shown: tuple[float, float], height: float) -> str:
+    """Figure and SVG without pyplot and its global state, and without the user's own matplotlib settings."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    buffer = io.StringIO()
+    with style.context({**STYLE, "svg.hashsalt": label}, after_reset=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # the browser has its own fonts
+        figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
+        axes = figure.add_subplot(xlabel=x_label, frame_on=False)
+        axes.locator_params(nbins=6, steps=[1, 2, 5, 10])
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.update_datalim([(value, value) for value in shown])
+        draw(axes)
+        axes.autoscale_view()
+        for artist in axes.findobj():
+            artist.set_clip_on(False)
+        nothing = dict.fromkeys(["Date", "Creator", "Format", "Type"])
+        figure.savefig(buffer, format="svg", metadata=nothing)
+    # What comes before the drawing is for a file of its own; ids that nothing refers to would be there six times.
+    body = re.sub(r' id="[\w.]+_\d+"', "", buffer.getvalue().partition("</defs>")[2])
+    for name, colour in COLOURS.items():
+        body = body.replace(f": {colour}", f": var(--{name})")
+    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label, quote=True)}">{body}'

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import cycle
 from typing import Any
 
 from eval.acceptance import formula_tokens_per_round
-from eval.plots import Series, dot_chart, exact, line_chart, nice_ticks
+from eval.plots import COLOURS, MARKS, Series, dot_chart, exact, line_chart
 from eval.report import PLAIN, find_rows, headline_rows
 from eval.report_table import number
 
-SHARES = (0, 0.2, 0.4, 0.6, 0.8, 1)
+SHARES, TOKENS = (0.0, 1.0), (1.0, 2.0)  # what the axes show at least
+GLYPHS = {**dict(zip(MARKS, "●■▲◆▼★", strict=True)), "soft": "– –"}  # the legend's, as MARKS in the pictures
+DOTS = {"linestyle": ""}
+OPEN = {**DOTS, "markerfacecolor": COLOURS["card"]}
+DASHED = {"color": COLOURS["soft"], "linestyle": "--", "marker": ""}
 Row = Mapping[str, Any]
 
 
@@ -28,11 +33,11 @@ def figures(report: Row) -> str:
         return "<p>Only plain decoding was measured: one token per pass, nothing to draw.</p>"
     rows.sort(key=lambda r: (r["proposer"] != chosen["proposer"], r["gamma"] != chosen["gamma"]))
     names = list(dict.fromkeys(r["proposer"] for r in rows))
-    css = {name: f"s{1 + index % 4}" for index, name in enumerate(names)}
+    css = dict(zip(names, cycle(MARKS), strict=False))
     one_each = [next(r for r in rows if r["proposer"] == name) for name in names]
     made = [
-        _depth_figure(one_each, css),
-        _survival_figure(one_each, css),
+        _depth_figure(one_each, css, "alpha_by_position"),
+        _depth_figure(one_each, css, "survival"),
         _gamma_figure(rows, css),
         _slice_figure(report, one_each, css, "alpha"),
         _slice_figure(report, one_each, css, "tokens_per_round"),
@@ -47,46 +52,32 @@ def figures(report: Row) -> str:
     return f'<p class="note">{escape(note)}</p><div class="figures">{"".join(made)}</div>'
 
 
-def _figure(title: str, words: str, chart: str, legend: Sequence[tuple[str, str]]) -> str:
-    keys = "".join(f'<li class="{css}"><i></i>{escape(name)}</li>' for css, name in legend)
-    listed = f'<ul class="legend">{keys}</ul>' if keys else ""
-    return f"<figure><h3>{escape(title)}</h3><p>{escape(words)}</p>{listed}{chart}</figure>"
+def _figure(title: str, words: str, chart: str, legend: Mapping[str, str]) -> str:
+    keys = "".join(f'<li><i class="{css}">{GLYPHS[css]}</i>{escape(name)}</li>' for name, css in legend.items())
+    return f'<figure><h3>{escape(title)}</h3><p>{escape(words)}</p><ul class="legend">{keys}</ul>{chart}</figure>'
 
 
-def _by_depth(row: Row, key: str) -> list[tuple[float, Mapping[str, Any]]]:
-    return [(k, e) for k, e in enumerate(row[f"{key}_interval"], start=1)]
-
-
-def _depth_figure(rows: Sequence[Row], css: Mapping[str, str]) -> str:
-    deepest = max(r["gamma"] for r in rows)
-    series = [Series(r["proposer"], css[r["proposer"]], _by_depth(r, "alpha_by_position")) for r in rows]
-    chart = line_chart(
-        series,
-        x_label="k: which draft token of the round",
-        label="acceptance by depth",
-        y_ticks=SHARES,
-        x_ticks=range(1, deepest + 1),
-    )
-    words = "How often the k-th draft token is accepted once all before it were."
-    return _figure("α by depth", words, chart, [(css[r["proposer"]], r["proposer"]) for r in rows])
-
-
-def _survival_figure(rows: Sequence[Row], css: Mapping[str, str]) -> str:
-    deepest = max(r["gamma"] for r in rows)
-    start = (0.0, exact(1.0))
-    series = [Series(r["proposer"], css[r["proposer"]], [start, *_by_depth(r, "survival")]) for r in rows]
-    chart = line_chart(
-        series,
-        x_label="k",
-        label="share of rounds with the first k draft tokens accepted",
-        y_ticks=SHARES,
-        x_ticks=range(deepest + 1),
-    )
-    words = (
+_BY_DEPTH = {
+    "alpha_by_position": (
+        "α by depth",
+        "k: which draft token of the round",
+        "How often the k-th draft token is accepted once all before it were.",
+    ),
+    "survival": (
+        "Survival S(k)",
+        "k",
         "Share of passes in which the first k draft tokens were all accepted. These shares add up to the "
-        "tokens per pass."
-    )
-    return _figure("Survival S(k)", words, chart, [(css[r["proposer"]], r["proposer"]) for r in rows])
+        "tokens per pass.",
+    ),
+}
+
+
+def _depth_figure(rows: Sequence[Row], css: Mapping[str, str], key: str) -> str:
+    title, axis, words = _BY_DEPTH[key]
+    start = [(0, exact(1.0))] if key == "survival" else []
+    series = [Series(css[r["proposer"]], [*start, *enumerate(r[f"{key}_interval"], start=1)]) for r in rows]
+    x_range = (1 - len(start), max(r["gamma"] for r in rows))
+    return _figure(title, words, line_chart(series, x_label=axis, label=title, x_range=x_range, shown=SHARES), css)
 
 
 def _gamma_figure(rows: Sequence[Row], css: Mapping[str, str]) -> str:
@@ -95,31 +86,25 @@ def _gamma_figure(rows: Sequence[Row], css: Mapping[str, str]) -> str:
     own = [r for r in rows if r["proposer"] == first["proposer"]]
     longest = max(own, key=lambda r: r["gamma"])
     last = max(r["gamma"] for r in rows) + 2
-    name = css[first["proposer"]]
     partial = [(float(k), exact(1 + sum(s or 0 for s in longest["survival"][:k]))) for k in range(longest["gamma"] + 1)]
     known = {r["gamma"] for r in own}
-    curves = [
-        Series("formula", "f", _formula_curve(first, last), dots=False),
-        Series("1 + ΣS(k)", name, [p for p in partial if p[0] not in known], line=False, hollow=True),
+    series = [
+        *(Series(css[r["proposer"]], [(r["gamma"], r["tokens_per_round"])], DOTS) for r in rows),
+        Series(css[first["proposer"]], [p for p in partial if p[0] not in known], OPEN),
+        Series(css[first["proposer"]], _formula_curve(first, last), DASHED),
     ]
-    measured = [
-        Series(r["proposer"], css[r["proposer"]], [(r["gamma"], r["tokens_per_round"])], line=False)
-        for r in reversed(rows)
-    ]
-    tops = [e["high"] or e["value"] or 1 for s in [*curves, *measured] for _, e in s.points]
     chart = line_chart(
-        [*curves, *measured],
+        series,
         x_label="γ: draft tokens per round",
         label="tokens per round against draft length, measured and by formula",
-        y_ticks=nice_ticks(1, max(tops)),
-        x_ticks=range(last + 1),
+        x_range=(0, last),
+        shown=TOKENS,
     )
     words = (
-        "Full dots: decoded at that γ. Open dots: shorter γ, from the survival of the longest run. "
+        "Full marks: decoded at that γ. Open marks: shorter γ, from the survival of the longest run. "
         f"Dashed: the formula at α = {number(first['alpha']['value'])}."
     )
-    legend = [(css[n], n) for n in dict.fromkeys(r["proposer"] for r in rows)]
-    return _figure("Tokens per pass against γ", words, chart, [*legend, ("f", "formula")])
+    return _figure("Tokens per pass against γ", words, chart, {**css, "formula": "soft"})
 
 
 def _formula_curve(row: Row, last: int) -> list[tuple[float, Mapping[str, Any]]]:
@@ -140,10 +125,8 @@ def _slice_figure(report: Row, rows: Sequence[Row], css: Mapping[str, str], key:
     found = {r["proposer"]: _slices(report, r) for r in rows}
     names = list(dict.fromkeys(name for slices in found.values() for name in slices))
     groups = [(name, [(css[p], slices[name][key]) for p, slices in found.items() if name in slices]) for name in names]
-    values = [e["high"] or e["value"] or 0 for _, dots in groups for _, e in dots]
-    ticks = SHARES if key == "alpha" else nice_ticks(1, max([*values, 2]), 4)
-    chart = dot_chart(groups, x_label=axis, label=title, x_ticks=ticks)
-    return _figure(title, words, chart, [(css[r["proposer"]], r["proposer"]) for r in rows])
+    chart = dot_chart(groups, x_label=axis, label=title, shown=SHARES if key == "alpha" else TOKENS)
+    return _figure(title, words, chart, css)
 
 
 def _slices(report: Row, row: Row) -> dict[str, Mapping[str, Any]]:
@@ -155,21 +138,13 @@ def _speed_figure(report: Row) -> str:
     rows = [r for r in headline_rows(report) if r["speedup"] is not None]
     if not rows:
         return ""
-    css = {r["dtype"]: f"s{1 + index % 4}" for index, r in enumerate(rows)}
+    css = dict(zip([r["dtype"] for r in rows], cycle(MARKS), strict=False))
     found = {r["dtype"]: _slices(report, r) for r in rows}
     groups = [
         (name, [(css[d], found[d][name]["speedup"]) for d in found if found[d][name]["speedup"]])
         for name in found[rows[0]["dtype"]]
     ]
-    values = [e[end] for _, dots in groups for _, e in dots for end in ("low", "high", "value")]
-    known = [1.0, *(v for v in values if v is not None)]
-    ticks = nice_ticks(min(known), max(known), 4)
-    chart = dot_chart(
-        groups,
-        x_label="times the speed of plain decoding",
-        label="speed-up by slice",
-        x_ticks=ticks,
-        mark=1.0,
-    )
+    label = "times the speed of plain decoding"
+    chart = dot_chart(groups, x_label=label, label="speed-up by slice", shown=(1.0, 1.0), mark=1.0)
     words = "Tokens per second with the draft against without it. Left of the marked line the draft slows down."
-    return _figure("Speed by slice", words, chart, [(css[d], d) for d in css])
+    return _figure("Speed by slice", words, chart, css)

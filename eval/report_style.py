@@ -4,9 +4,9 @@ from __future__ import annotations
 
 STYLE = """
 :root{--paper:#fcfbf8;--card:#fff;--ink:#1c1d20;--soft:#5d6068;--rule:#e4e1d8;
---s1:#0b6b63;--s2:#b3590f;--s3:#4c5fb8;--s4:#8c3f7c;--good:#2c6e3f;--bad:#a3342c}
+--s1:#0b6b63;--s2:#b3590f;--s3:#4c5fb8;--s4:#8c3f7c;--s5:#6d6a1e;--s6:#a32c4e;--good:#2c6e3f;--bad:#a3342c}
 @media (prefers-color-scheme:dark){:root{--paper:#15171a;--card:#1c1f23;--ink:#e9e8e4;--soft:#9fa3ab;
---rule:#30343a;--s1:#55c7b8;--s2:#eaa15c;--s3:#9aa8f0;--s4:#dd97cc;--good:#7fcf96;--bad:#f09087}}
+--rule:#30343a;--s1:#55c7b8;--s2:#eaa15c;--s3:#9aa8f0;--s4:#dd97cc;--s5:#c9c46b;--s6:#f08aa5;--good:#7fcf96;--bad:#f09087}}
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%}
 body{margin:0;overflow-wrap:anywhere;background:var(--paper);color:var(--ink);
@@ -32,25 +32,16 @@ color:var(--s1);font-variant-numeric:lining-nums}
 .findings li{margin:.32em 0}
 .figures{display:grid;grid-template-columns:repeat(3,minmax(0,1fr));gap:18px}
 figure{margin:0;background:var(--card);border:1px solid var(--rule);border-radius:10px;
-padding:16px 16px 12px;display:flex;flex-direction:column}
+padding:16px 16px 12px;display:grid;grid-row:span 4;grid-template-rows:subgrid;row-gap:0}
 figure p{color:var(--soft);font-size:.87rem;line-height:1.42;margin:0 0 .5rem}
-figure svg{display:block;width:100%;max-width:440px;height:auto;margin:auto auto 0}
+figure svg{display:block;width:100%;max-width:440px;height:auto;margin:0 auto}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:2px 16px;margin:0 0 8px;padding:0;font-size:.83rem}
-.legend i{display:inline-block;width:10px;height:10px;border-radius:50%;background:var(--c);margin-right:6px}
-.legend .f i{height:0;width:18px;border-radius:0;background:none;border-top:2px dashed var(--c);
-vertical-align:3px}
+.legend i{font-style:normal;margin-right:6px}
 .tiles .off b{color:var(--bad)}
-.s1{--c:var(--s1)}.s2{--c:var(--s2)}.s3{--c:var(--s3)}.s4{--c:var(--s4)}.f{--c:var(--soft)}
-svg text{font-size:11.5px;fill:var(--soft);font-variant-numeric:tabular-nums}
-svg .name,svg .value{fill:var(--ink)}
-svg g .value{fill:var(--c)}
-svg .grid{stroke:var(--rule);stroke-width:1}
-svg .mark{stroke:var(--ink);stroke-width:1;stroke-dasharray:2 3}
-svg .line{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round}
-svg .f .line{stroke-dasharray:5 4;stroke-width:1.5}
-svg .whisker{stroke:var(--c);stroke-width:5;stroke-opacity:.3;stroke-linecap:round}
-svg .dot{fill:var(--c)}
-svg .hollow{fill:var(--card);stroke:var(--c);stroke-width:1.6}
+.s1{color:var(--s1)}.s2{color:var(--s2)}.s3{color:var(--s3)}.s4{color:var(--s4)}
+.s5{color:var(--s5)}.s6{color:var(--s6)}.soft{color:var(--soft)}
+svg{stroke-linejoin:round}
+svg text{font-family:inherit!important;font-variant-numeric:tabular-nums}
 .scroll{overflow-x:auto;margin:0 0 1.4rem}
 table{border-collapse:separate;border-spacing:0;width:100%;font-size:13.5px;line-height:20px;
 font-variant-numeric:tabular-nums lining-nums}
@@ -78,11 +69,12 @@ summary{cursor:pointer}
 .tiles span{font-size:.92rem}dl{grid-template-columns:1fr;gap:.1rem}dd{margin-bottom:.75rem}
 .facts td:first-child{width:42%}table:not(.facts) td:first-child{max-width:9.5em}}
 @media print{:root{--paper:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;
---s1:#0b6b63;--s2:#b3590f;--s3:#4c5fb8;--s4:#8c3f7c;--good:#2c6e3f;--bad:#a3342c}
+--s1:#0b6b63;--s2:#b3590f;--s3:#4c5fb8;--s4:#8c3f7c;--s5:#6d6a1e;--s6:#a32c4e;--good:#2c6e3f;--bad:#a3342c}
 body{font-size:10.5pt}main{max-width:none;padding:0}h2{margin-top:1.6rem;break-after:avoid}
+section:has(.figures){break-before:page}
 figure,.tiles div,table{break-inside:avoid}.facts{break-inside:auto}
-.tiles{grid-template-columns:repeat(4,1fr)}.figures{grid-template-columns:repeat(3,minmax(0,1fr));gap:10px}
-figure{padding:10px 10px 6px}@page{margin:14mm}
+.tiles{grid-template-columns:repeat(4,1fr)}.figures{grid-template-columns:repeat(2,minmax(0,1fr));gap:10px}
+figure{padding:10px 10px 6px}figure svg{max-height:19cm}@page{margin:14mm}
 .scroll{overflow:visible}table{font-size:7.6pt}th,td{padding-left:7px}
 details::details-content{content-visibility:visible;block-size:auto}pre{white-space:pre-wrap}}
 """

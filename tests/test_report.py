@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from html import escape, unescape
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,25 +202,27 @@ def test_markdown_has_a_row_per_result(report: dict[str, Any]) -> None:
 class Page(HTMLParser):
     """Collects what a page refers to, and whether its tags close."""
 
-    VOID = {"meta", "br", "line", "circle", "polyline", "img", "link"}
+    VOID = {"meta", "br", "img", "link"}
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.references: list[str] = []
+        self.ids: list[str] = []
         self.tags: list[str] = []
         self.words: list[str] = []
         self.open: list[str] = []
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.references += [v or "" for k, v in attrs if k in ("src", "href", "srcset", "xlink:href", "data")]
-        assert not [k for k, _ in attrs if k.startswith("on")], attrs
+        self.handle_startendtag(tag, attrs)
         if tag not in self.VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        self.ids += [v or "" for k, v in attrs if k == "id"]
+        self.references += [v or "" for k, v in attrs if k in ("src", "href", "srcset", "xlink:href", "data")]
+        assert not [k for k, _ in attrs if k.startswith("on")], attrs
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -227,11 +234,14 @@ class Page(HTMLParser):
 def test_page_is_one_self_contained_file(report: dict[str, Any]) -> None:
     html = render_page(report)
     page = Page(html)
-    assert page.open == [] and page.references == []
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids)) and set(page.references) == {f"#{i}" for i in page.ids}
     assert not {"script", "link", "iframe", "img", "object", "base", "form"} & set(page.tags)
     assert not re.search(r"https?://|//[a-z]|@import|url\(", html)
     assert len(html.encode()) < 200_000  # the limit is 2 MB
     assert page.tags.count("svg") == 6 and page.tags.count("h1") == 1
+    assert html.count('role="img" aria-label="') == 6 and "#fe00" not in html
+    assert render_page(report) == html  # no date, no random name
     assert "prefers-color-scheme:dark" in html and "@media print" in html and "width=device-width" in html
 
 
@@ -246,7 +256,85 @@ def test_page_shows_the_numbers(report: dict[str, Any]) -> None:
     assert "nan" not in text.lower().split() and "None" not in text
 
 
-HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;|\n'
+def test_matplotlib_is_loaded_only_where_a_page_is_drawn() -> None:
+    code = "import sys, eval.report_page; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def crowded_runs() -> list[Run]:
+    """More drafts, slices and depth than a picture is made for, under long names."""
+    traces = head_traces(18, 12)
+    traces = [replace(t, slice=f"{'a long name of a slice, no. ' * (i % 2)}{i % 6}") for i, t in enumerate(traces)]
+    plain = [replace(plain_of(t), seconds=(2 + i % 3) * t.seconds) for i, t in enumerate(traces)]
+    drafts = [Run(f"{name}_of_a_rather_long_name", "float32", 0.0, 12, traces) for name in "abcde"]
+    return [*drafts, Run("none", "float32", 0.0, 0, plain)]
+
+
+MEASURE = """<!doctype html><body><iframe srcdoc="%s" style="width:%dpx;height:900px;border:0"></iframe><script>
+onload = () => {
+  const page = frames[0].document, root = page.documentElement
+  const inside = (a, b) => a.left > b.left - 1 && a.right < b.right + 1 && a.top > b.top - 1 && a.bottom < b.bottom + 1
+  const apart = (a, b) => a.right < b.left + 1 || b.right < a.left + 1 || a.bottom < b.top + 2 || b.bottom < a.top + 2
+  const charts = [...page.querySelectorAll("figure svg")].map(svg => {
+    const frame = svg.getBoundingClientRect(), texts = [...svg.querySelectorAll("text")]
+    const boxes = texts.map(text => text.getBoundingClientRect())
+    return {
+      width: frame.width,
+      height: frame.height,
+      smallest: Math.min(...texts.map(t => parseFloat(getComputedStyle(t).fontSize))) * svg.getScreenCTM().a,
+      cut: texts.filter((_, i) => !inside(boxes[i], frame)).map(t => t.textContent),
+      overlapping: texts.filter((_, i) => boxes.some((b, j) => i < j && !apart(boxes[i], b))).map(t => t.textContent),
+      colours: [...new Set([...svg.querySelectorAll("path,use,text")].flatMap(
+        e => [getComputedStyle(e).stroke, getComputedStyle(e).fill]))],
+    }
+  })
+  const found = {width: root.clientWidth, needed: root.scrollWidth, charts}
+  document.body.innerHTML = "<pre></pre>"
+  document.querySelector("pre").textContent = JSON.stringify(found)
+}
+</script>"""
+
+
+def measured_by_a_browser(html: str, width: int, folder: Path, dark: bool = False) -> dict[str, Any]:
+    """The page in a frame of this width (a window has a least width), as the browser lays it out."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    browser = next((found for name in names if (found := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip("no Chromium on this machine")
+    file = folder / "measure.html"
+    file.write_text(MEASURE % (escape(html, quote=True), width))
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--hide-scrollbars"]
+    done = subprocess.run([*command, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120)
+    found = re.search(r"<pre>(.*)</pre>", done.stdout, re.DOTALL)
+    assert found, done.stderr[-2000:]
+    return json.loads(unescape(found[1]))
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("content", ["full", "crowded"])
+def test_page_in_a_browser(report: dict[str, Any], content: str, width: int, tmp_path: Path) -> None:
+    shown = report if content == "full" else build_report(runs=crowded_runs(), resamples=50, **META)
+    found = measured_by_a_browser(render_page(shown), width, tmp_path)
+    assert found["width"] == width and found["needed"] <= width  # no scrolling sideways
+    assert len(found["charts"]) == 6
+    for chart in found["charts"]:
+        assert 250 < chart["width"] <= 440 and chart["height"] > 150
+        assert chart["smallest"] >= 10.5  # pixels
+        assert chart["cut"] == chart["overlapping"] == []
+
+
+def test_charts_follow_dark_and_light(report: dict[str, Any], tmp_path: Path) -> None:
+    html = render_page(report)
+    light, dark = (measured_by_a_browser(html, 1280, tmp_path, dark=dark)["charts"] for dark in (False, True))
+    for bright, dim in zip(light, dark, strict=True):
+        assert {"rgb(11, 107, 99)", "rgb(93, 96, 104)"} <= set(bright["colours"])  # the first series; ticks
+        assert {"rgb(85, 199, 184)", "rgb(159, 163, 171)"} <= set(dim["colours"])
+        # What is no colour of either theme is black: the default of a path that has no stroke or no fill.
+        assert set(bright["colours"]) & set(dim["colours"]) <= {"none", "rgb(0, 0, 0)"}
+
+
+HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;|$\\frac{$\n'
 
 
 def test_page_and_tables_escape_what_comes_from_data() -> None:
@@ -266,7 +354,8 @@ def test_page_and_tables_escape_what_comes_from_data() -> None:
     }
     report = build_report(runs=runs, resamples=50, **meta)
     page = Page(render_page(report))
-    assert "script" not in page.tags and "img" not in page.tags and page.references == []
+    assert "script" not in page.tags and "img" not in page.tags
+    assert all(reference.startswith("#") for reference in page.references)
     markdown = to_markdown(report)
     rows = [line for line in markdown.splitlines() if line.startswith("| ")]
     assert len({row.count("|") - row.count("\\|") for row in rows}) == 1
