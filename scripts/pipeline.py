@@ -22,9 +22,8 @@ STAGES = (
 )
 
 
-@script()
-def main(cfg: DictConfig) -> None:
-    """Entry point of `python -m scripts.pipeline`."""
+def run(cfg: DictConfig) -> None:
+    """All stages, one after another."""
     started = time.monotonic()
     print(f"Draftsmith: {cfg.name}, four stages, each resumable; artifacts go to {cfg.run_dir}", flush=True)
     check_all(cfg)
@@ -32,6 +31,12 @@ def main(cfg: DictConfig) -> None:
         print(f"\n[{(time.monotonic() - started) / 60:4.1f} min] {title}", flush=True)
         stage(cfg)
     print(f"\n[{(time.monotonic() - started) / 60:4.1f} min] done", flush=True)
+
+
+@script()
+def main(cfg: DictConfig) -> None:
+    """Entry point of `python -m scripts.pipeline`."""
+    run(cfg)
 
 
 if __name__ == "__main__":
