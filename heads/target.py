@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from jinja2 import TemplateError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -238,7 +239,8 @@ def render(
     except TemplateError as error:
         raise UserError(
             f"The chat template of {tokenizer.name_or_path} refuses a conversation with the roles "
-            f"{', '.join(str(message.get('role')) for message in messages)} ({error}); leave it out or change the template."
+            f"{', '.join(str(message.get('role')) for message in messages)} ({error}); "
+            f"leave it out or change the template."
         ) from error
     return [int(index) for index in ids]
 
@@ -248,7 +250,7 @@ def _loading(path: str | Path) -> Iterator[None]:
     """Whatever transformers finds wrong with a target's files, as one sentence."""
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"The target at {path} could not be loaded ({reason}); target.path= must name a folder, Hub id or GGUF "

@@ -1,7 +1,7 @@
 """Speed, measured in one run against what it is compared with. Never a pass or fail; the ratios are the result.
 
-    python -m scripts.bench bench=train head=eagle3
-    python -m scripts.bench bench=decode name=demo
+python -m scripts.bench bench=train head=eagle3
+python -m scripts.bench bench=decode name=demo
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def bench_train(cfg: DictConfig) -> None:
     from heads.vocab import DraftVocabulary
     from training.bench import made_up_features, train_speed
 
-    print(f"bench     training {cfg.head._target_} for {cfg.target.path}, {torch.get_num_threads()} threads", flush=True)
+    print(
+        f"bench     training {cfg.head._target_} for {cfg.target.path}, {torch.get_num_threads()} threads", flush=True
+    )
     target = load_target(cfg)
     size = cfg.head.draft_vocab_size or target.vocab_size
     vocab = DraftVocabulary.choose(torch.arange(target.vocab_size, 0, -1), min(size, target.vocab_size))
@@ -38,8 +40,14 @@ def bench_train(cfg: DictConfig) -> None:
     ).to(target.device)
     speed = train_speed(head, features, bf16=cfg.train.mixed_precision == "bf16", repeats=cfg.bench.repeats)
     low, high = speed.spread
-    print(f"          {speed.tokens_per_second:,.0f} positions/s ({low:,.0f} … {high:,.0f}), {speed.supervised:.0%} supervised")
-    print(f"          {speed.flops / 1e9:,.0f} GFLOP a step of {len(features.ids_T):,} positions, optimizer included in the time")
+    print(
+        f"          {speed.tokens_per_second:,.0f} positions/s ({low:,.0f} … {high:,.0f}), "
+        f"{speed.supervised:.0%} supervised"
+    )
+    print(
+        f"          {speed.flops / 1e9:,.0f} GFLOP a step of {len(features.ids_T):,} positions, "
+        f"optimizer included in the time"
+    )
     print(f"          {speed.share:.0%} of the matmul peak measured in turn ({speed.peak / 1e9:,.0f} GFLOP/s at best)")
     print(f"          {speed.memory / 1e9:.2f} GB of memory at most")
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import hydra
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from scripts.settings import build, check_call, check_value, plain
 
@@ -83,13 +83,19 @@ def _fail(sentence: str) -> int:
 
 
 def _phrase(error: Exception) -> str:
-    """What Hydra and OmegaConf have to say, in one line."""
-    lines = [line.strip() for line in str(error).partition("Config search path:")[0].splitlines()]
+    """What Hydra and OmegaConf have to say, as one sentence."""
+    if isinstance(error, OverrideParseException):
+        return f"The override {error.override} cannot be read; write group.key=value, quoted against the shell."
+    if isinstance(error, MissingConfigException) and error.options:
+        return f"There is no config {error.missing_cfg_file}; there are {', '.join(error.options)}."
+    lines = [line.strip() for line in str(error).splitlines()]
     name = lines[0].removeprefix("Could not override '").removesuffix("'.")
     if name != lines[0]:
         return f"There is no setting {name}; --cfg job shows all, and a name of your own takes a + before it."
-    noise = ("full_key:", "object_type=", "See https://hydra.cc")
-    return " ".join(line for line in lines if line and not line.startswith(noise))
+    if isinstance(error, MissingMandatoryValue):
+        return f"{lines[0]}; give it on the command line."
+    told = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
+    return f"{' '.join(told).removesuffix('.')}."
 
 
 def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
@@ -106,6 +112,10 @@ def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
     check_call(FrozenTarget.load, "target", options)
     if options["device"] == "auto":
         options["device"] = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=options["device"])
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"target.device={options['device']} is not there; choose auto, cpu or cuda.") from error
     return FrozenTarget.load(options.pop("path"), **(options | ({"dtype": dtype} if dtype else {})))
 
 
@@ -131,6 +141,9 @@ def head_needs(cfg: DictConfig, target: FrozenTarget) -> Any:
     from heads.layers import BlockSizes
     from heads.vocab import DraftVocabulary
 
+    wanted, every = cfg.head.get("draft_vocab_size"), torch.zeros(target.vocab_size)
+    if wanted is not None:
+        DraftVocabulary.choose(every, wanted, target.eos_token_ids)  # refuses what would fail after hours of answers
     sizes, vocab = BlockSizes.of(target.config, target.vocab_size), DraftVocabulary.identity(1)
     with torch.device("meta"):
         return _head_class(cfg)(sizes=sizes, vocab=vocab).needs

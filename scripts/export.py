@@ -1,7 +1,7 @@
 """A head to the folder that a server loads, with a model card that carries the measured numbers.
 
-    python -m scripts.export name=mine export=vllm
-    python -m scripts.export name=mine head_dir=runs/other/head export.dtype=float32
+python -m scripts.export name=mine export=vllm
+python -m scripts.export name=mine head_dir=runs/other/head export.dtype=float32
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def check_node(cfg: DictConfig, key: str) -> None:
     except (ImportError, ValueError, KeyError) as error:
         raise UserError(f"{key}._target_={values['_target_']} cannot be imported; name a class or function.") from error
     extra = _OF_BUILDING.get(key, {})
-    for name, hint in extra.items():
-        check_value(f"{key}.{name}", values[name], hint)
+    for name in extra.keys() & values.keys():
+        check_value(f"{key}.{name}", values[name], extra[name])
     own = {name: value for name, value in values.items() if name not in (*extra, *_ABOUT_CALLS)}
     check_call(function, key, own, besides=tuple(extra))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,7 @@ def run(cfg: DictConfig) -> None:
         folder=folder / "head",
         tracker=build(cfg, "tracking", folder=str(folder / "head")),
         identity={"features": store.manifest["shards"], "target": target.fingerprint},
+        stream=sys.stderr,
     )
     if main:
         numbers: dict[str, Any] = {
@@ -97,7 +99,7 @@ def choose_vocab(cfg: DictConfig, store: FeatureStore, target: Any) -> DraftVoca
     from heads.vocab import DraftVocabulary
 
     size = cfg.head.draft_vocab_size
-    if size is None or size >= target.vocab_size:
+    if size is None or size == target.vocab_size:
         return DraftVocabulary.identity(target.vocab_size)
     counts = store.token_counts()
     # A token seen only in prompts ranks behind every token of an answer.

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,8 @@ def test_kill_9_in_every_stage(finished: e2e.Finished, tmp_path: Path) -> None:
     for stage, pattern in BEGUN.items():
         parts = len(list((finished.place.run / stage).glob(pattern)))
         parts = 2 if stage == "head" else dice.randint(2, parts - 2)  # checkpoints: two are kept
-        kill_after(place, lambda parts=parts: count(place, stage, pattern) >= parts, dice.uniform(0, 0.03))
+        kill_after(place, partial(count_is, place.run / stage, pattern, parts), dice.uniform(0, 0.03))
         assert not (place.run / stage / "manifest.json").exists(), f"{stage} had finished, seed {seed}"
-        assert count(place, stage, pattern) >= parts
         kept[stage] = e2e.stamps(place.run / stage)
     output = e2e.call(place, "pipeline")
     assert output.returncode == 0, (seed, output.stderr)
@@ -57,8 +57,8 @@ def test_kill_9_in_every_stage(finished: e2e.Finished, tmp_path: Path) -> None:
     assert resumed_from(place) == last_kept > 0
 
 
-def count(place: e2e.Place, stage: str, pattern: str) -> int:
-    return len(list((place.run / stage).glob(pattern)))
+def count_is(folder: Path, pattern: str, least: int) -> bool:
+    return len(list(folder.glob(pattern))) >= least
 
 
 def resumed_from(place: e2e.Place) -> int | None:

@@ -40,9 +40,9 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         if self.mixed_precision not in ("no", "bf16"):
-            raise UserError(f"mixed_precision={self.mixed_precision} is not supported; choose no or bf16.")
+            raise UserError(f"train.mixed_precision={self.mixed_precision} is not supported; choose no or bf16.")
         if self.device not in ("auto", "cpu"):
-            raise UserError(f"device={self.device} is not supported; choose auto or cpu.")
+            raise UserError(f"train.device={self.device} is not supported; choose auto or cpu.")
         least = {"epochs": 1, "accumulation": 1, "keep": 1, "log_every": 1, "max_steps": 1} | {
             "save_every": 0,
             "eval_every": 0,
@@ -50,7 +50,7 @@ class TrainSettings:
         }
         for name, value in asdict(self).items():
             if name in least and value is not None and value < least[name]:
-                raise UserError(f"{name}={value} is not possible; give at least {least[name]}.")
+                raise UserError(f"train.{name}={value} is not possible; give at least {least[name]}.")
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide which weights come out; the others may change when a run continues."""

@@ -1,0 +1,344 @@
+"""Whatever a user gets wrong is one clear sentence on stderr, exit code 2 and no traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from scripts import collect, evaluate, export, pipeline, train
+from tests import e2e
+from tests.tiny import save_tiny, tiny_tokenizer
+
+GOOD = {"messages": [{"role": "user", "content": "w1 w2 w3"}]}
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def refuse(
+    finished: e2e.Finished,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Refuse:
+    """`refuse(run, *overrides)`: the sentence, here in this process, with a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    overrides = finished.place.overrides
+
+    def call(run: Callable[[DictConfig], Any], *more: str, base: list[str] | None = None) -> str:
+        return e2e.sentence(run, e2e.config(*(overrides if base is None else base), *more), capsys)
+
+    return call
+
+
+@pytest.fixture
+def copied(finished: e2e.Finished, tmp_path: Path) -> e2e.Place:
+    """The finished run, in the working directory of `refuse`."""
+    place = finished.place.at(tmp_path)
+    shutil.copytree(finished.place.run, place.run)
+    return place
+
+
+# ---- traffic ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "is empty; give a file with one conversation per line"),
+        ("\n\n", "is empty; give a file with one conversation per line"),
+        ('{"messages": [{"role": "user", "content": "w1"', "not JSON (cut off in the last line): 1"),
+        ("{]\nnothing\n", "not JSON: 2, first in line 1"),
+        ('{"text": "w1"}\n', "no messages: 1, first in line 1"),
+        ('{"messages": []}\n', "no user message: 1"),
+        ('{"messages": [{"role": "robot", "content": "w1"}]}\n', "unknown role: 1"),
+        ('{"messages": [{"role": "user", "content": 5}]}\n', "content is not text: 1"),
+        ("[1, 2]\n", "not an object: 1"),
+        ("\x00\x01\x02\n", "not JSON: 1"),
+    ],
+)
+def test_traffic_that_cannot_be_used(refuse: Refuse, tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    message = refuse(collect.run, f"traffic.path={path}")
+    assert words in message and str(path) in message
+    assert not (tmp_path / "runs").exists(), "nothing may be left of a run that could not begin"
+
+
+def test_broken_rows_among_good_ones_are_set_aside_and_counted(
+    finished: e2e.Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [json.dumps(row) for row in e2e.conversations(20)]
+    bad = ['{"text": "w1"}', '{"messages": [{"role": "robot", "content": "w1"}]}', '{"messages": [{"role": "us']
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("\n".join([*rows, *bad]))
+    monkeypatch.chdir(tmp_path)
+    place = e2e.Place(finished.place.target, path, tmp_path)
+    collect.run(e2e.config(*place.overrides, "generation.max_new_tokens=4"))
+    manifest = e2e.manifest(place, "traffic")
+    assert manifest["rows"] == {"read": 23, "kept": 20, "quarantined": 3, "over_limit": 0}
+    aside = [json.loads(line) for line in (place.run / "traffic/quarantine.jsonl").read_text().splitlines()]
+    assert [(row["line"], row["reason"]) for row in aside] == [
+        (21, "no messages"),
+        (22, "unknown role"),
+        (23, "not JSON (cut off in the last line)"),
+    ]
+    assert e2e.manifest(place, "features")["documents"] > 10
+
+
+def test_traffic_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
+    assert "does not exist; set traffic.path=" in refuse(collect.run, "traffic.path=/no/such/file.jsonl")
+    assert "is a folder; set traffic.path=" in refuse(collect.run, f"traffic.path={tmp_path}")
+    assert "traffic=jsonl needs a file" in refuse(collect.run, "traffic.path=null")
+    assert "is not a share" in refuse(collect.run, "traffic.held_out=1")
+    assert "held-out side is empty" in refuse(collect.run, "traffic.held_out=1e-9")
+
+
+def test_other_traffic_under_the_same_name(refuse: Refuse, copied: e2e.Place) -> None:
+    other = e2e.write_rows(copied.cwd / "other.jsonl", e2e.conversations(30))
+    assert "holds other traffic" in refuse(collect.run, f"traffic.path={other}")
+
+
+def test_prompts_that_are_all_too_long(refuse: Refuse) -> None:
+    message = refuse(collect.run, "generation.max_prompt_tokens=1")
+    assert "gave an answer to learn from (longer than max_prompt_tokens=1" in message
+
+
+# ---- targets ----------------------------------------------------------------------------------------------------
+
+
+def test_a_target_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
+    assert "/no/such/model is neither a folder" in refuse(collect.run, "target.path=/no/such/model")
+    assert "org/no-such-model is neither a folder" in refuse(collect.run, "target.path=org/no-such-model")
+    assert "could not be loaded" in refuse(collect.run, f"target.path={tmp_path}")
+    base = [f"traffic.path={tmp_path}/t.jsonl", "target=custom", "traffic=jsonl"]
+    e2e.write_rows(tmp_path / "t.jsonl", e2e.conversations(20))
+    assert "Missing mandatory value: target.path; give it on the command line" in refuse(collect.run, base=base)
+
+
+def test_a_target_without_a_template(refuse: Refuse, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "mute")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tiny_tokenizer(chat_template=None).save_pretrained(folder)
+    assert "has no chat template; add a chat_template.jinja" in refuse(collect.run, f"target.path={folder}")
+
+
+def test_a_target_that_is_damaged(refuse: Refuse, finished: e2e.Finished, tmp_path: Path) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(finished.place.target, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    assert "could not be loaded" in refuse(collect.run, f"target.path={folder}")
+    (folder / "config.json").write_text("{")
+    assert "could not be loaded" in refuse(collect.run, f"target.path={folder}")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("target.dtype=int8", "target.dtype='int8' is unknown; choose one of"),
+        ("target.device=tpu", "target.device=tpu is not there; choose auto, cpu or cuda"),
+        ("target.attention=magic", "could not be loaded"),
+        ("target.gguf_file=no.gguf", "There is no file no.gguf"),
+        ("target.adapter=/no/adapter", "The adapter /no/adapter"),
+    ],
+)
+def test_a_target_loaded_wrongly(refuse: Refuse, override: str, words: str) -> None:
+    assert words in refuse(collect.run, override)
+
+
+def test_a_head_of_another_target(refuse: Refuse, copied: e2e.Place) -> None:
+    """In evaluation and in training on, of features and of heads; both targets are named."""
+    other = save_tiny(copied.cwd / "other", seed=1)
+    message = refuse(evaluate.run, f"target.path={other}", "eval.timed_requests=0")
+    assert "belongs to the target 'tiny', but 'other' was given" in message and "weights" in message
+    message = refuse(train.run, f"target.path={other}")
+    assert "was collected from the target tiny, not from" in message
+    assert "holds features with target." in refuse(collect.run, f"target.path={other}")
+
+
+def test_a_head_dir_of_another_run(refuse: Refuse, finished: e2e.Finished, tmp_path: Path) -> None:
+    """A second run over another target that asks for the head of the first."""
+    other = save_tiny(tmp_path / "other", seed=1)
+    place = e2e.Place(other, finished.place.traffic, tmp_path)
+    quick = [*place.overrides, "generation.max_new_tokens=2"]
+    collect.run(e2e.config(*quick))
+    head = finished.place.run / "head"
+    message = refuse(evaluate.run, f"head_dir={head}", base=quick)
+    assert str(head) in message and "belongs to the target 'tiny', but 'other' was given" in message
+
+
+# ---- artifacts --------------------------------------------------------------------------------------------------
+
+
+def test_stages_out_of_order(refuse: Refuse) -> None:
+    assert "holds no finished features artifact" in refuse(train.run)
+    assert "holds no finished head artifact" in refuse(evaluate.run)
+    assert "holds no trained head" in refuse(export.run)
+    assert "holds no finished head artifact" in refuse(evaluate.run, "head_dir=/no/head")
+
+
+def test_artifacts_that_are_damaged(refuse: Refuse, copied: e2e.Place) -> None:
+    weights = copied.run / "head/head.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert "is not the file that head.json describes" in refuse(export.run)
+    (copied.run / "head/manifest.json").write_text("{")
+    assert "is not valid JSON" in refuse(evaluate.run)
+    shutil.copy(copied.run / "features/manifest.json", copied.run / "head/manifest.json")
+    assert "is a 'features' artifact" in refuse(evaluate.run)
+    next(copied.run.glob("features/shard-*.safetensors")).unlink()
+    assert "lacks shard-" in refuse(train.run)
+    (copied.run / "traffic/held_out.jsonl").write_text("")
+    (copied.run / "head/manifest.json").unlink()
+    shutil.rmtree(copied.run / "features")
+    (copied.run / "features").write_text("")
+    assert "holds no finished features artifact" in refuse(train.run)
+
+
+def test_a_run_that_goes_on_with_other_settings(refuse: Refuse, copied: e2e.Place) -> None:
+    assert "belongs to another run (settings.optim.lr" in refuse(train.run, "optim.lr=0.5")
+    assert "holds features with generation.temperature=0.0" in refuse(collect.run, "generation.temperature=1.0")
+    assert "holds the taps [1, 3, 6] but the head wants [1, 2, 3]" in refuse(train.run, "head.taps=[1,2,3]")
+
+
+# ---- settings ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("head.taps=[3,3,6]", "must be ascending, distinct and between 0 and 7"),
+        ("head.taps=[6,3,1]", "must be ascending, distinct and between 0 and 7"),
+        ("head.taps=[1,3,8]", "must be ascending, distinct and between 0 and 7"),
+        ("head.depth=0", "the depth ≥ 1"),
+        ("head.draft_vocab_size=97", "A draft vocabulary of 97 is not between 1 (special tokens) and 96"),
+        ("head.loss=mse", "the loss is one of kl"),
+        ("generation.max_new_tokens=0", "generation.max_new_tokens=0 is not allowed"),
+        ("generation.temperature=-1", "generation.temperature=-1 is not allowed"),
+        ("generation.max_new_tokens=100000", "no room for max_new_tokens"),
+    ],
+)
+def test_what_collect_refuses(refuse: Refuse, override: str, words: str) -> None:
+    assert words in refuse(collect.run, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("head.draft_vocab_size=0", "A draft vocabulary of 0 is not between 1"),
+        ("head.draft_vocab_size=-5", "A draft vocabulary of -5 is not between 1"),
+        ("head.draft_vocab_size=97", "A draft vocabulary of 97 is not between 1 (special tokens) and 96"),
+        ("train.epochs=0", "train.epochs=0 is not possible"),
+        ("train.mixed_precision=fp16", "train.mixed_precision=fp16 is not supported"),
+        ("train.global_batch_tokens=0", "global_batch_tokens=0 and max_length=2048 are too small"),
+        ("train.max_length=0", "max_length=0 are too small"),
+        ("optim.schedule=steps", "optim.schedule=steps is unknown"),
+        ("optim.lr=-1", "optim.lr=-1 must be a positive number"),
+        ("optim.clip_value=1", "exclude each other"),
+        ("+optim.lr_multipliers.nothing=2", "optim.lr_multipliers names 'nothing'"),
+    ],
+)
+def test_what_train_refuses(refuse: Refuse, copied: e2e.Place, override: str, words: str) -> None:
+    shutil.rmtree(copied.run / "head")
+    assert words in refuse(train.run, override)
+    assert not (copied.run / "head/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("eval.gamma=0", "must be at least 1 and below eval.max_new_tokens=16"),
+        ("eval.gamma=1000", "must be at least 1 and below eval.max_new_tokens=16"),
+        ("eval.gammas=[1,16]", "must be at least 1 and below eval.max_new_tokens=16"),
+        ("eval.gammas=[2,2]", "says something twice"),
+        ("eval.temperatures=[-1]", "must be some values ≥ 0"),
+        ("eval.top_p=0", "eval.top_p=0 above 0"),
+        ("eval.dtypes=[int8]", "must name some of bfloat16"),
+        ("eval.rows=0", "eval.rows=0 ≥ 1"),
+        ("eval.max_new_tokens=1000", "but the target has 256; shorten the prompt or lower eval.max_new_tokens"),
+        ("generation.max_prompt_tokens=1", "no held-out request"),
+    ],
+)
+def test_what_evaluate_refuses(refuse: Refuse, copied: e2e.Place, override: str, words: str) -> None:
+    assert words in refuse(evaluate.run, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.epochs=many", "train.epochs='many' is of the wrong type; give a whole number"),
+        ("train.epochs=1.5", "train.epochs=1.5 is of the wrong type; give a whole number"),
+        ("train.max_steps=true", "train.max_steps=True is of the wrong type; give a whole number or null"),
+        ("optim.lr=fast", "optim.lr='fast' is of the wrong type; give a number"),
+        ("optim.betas=[0.9]", "optim.betas=[0.9] is of the wrong type; give [a number, a number]"),
+        ("eval.gamma=four", "eval.gamma='four' is of the wrong type; give a whole number"),
+        ("eval.gammas=4", "eval.gammas=4 is of the wrong type; give a list [a whole number, …]"),
+        ("head.taps=3", "head.taps=3 is of the wrong type; give a list [a whole number, …] or null"),
+        ("head.fc_norm=maybe", "head.fc_norm='maybe' is of the wrong type; give true or false"),
+        ("head.draft_vocab_size=big", "head.draft_vocab_size='big' is of the wrong type"),
+        ("traffic.held_out=some", "traffic.held_out='some' is of the wrong type; give a number"),
+        ("generation.batch_size=null", "generation.batch_size=None is of the wrong type; give a whole number"),
+        ("export.dtype=16", "export.dtype=16 is of the wrong type; give text"),
+        ("target.trust_remote_code=sure", "target.trust_remote_code='sure' is of the wrong type"),
+        ("seed=lucky", "seed='lucky' is of the wrong type; give a whole number"),
+        ("head_dir=5", "head_dir=5 is of the wrong type; give text"),
+        ("+train.momentum=1", "There is no setting train.momentum; there are"),
+        ("+train.seed=1", "There is no setting train.seed; there are"),
+        ("+head.layers=2", "There is no setting head.layers; there are"),
+        ("optim._target_=no.such.Thing", "optim._target_=no.such.Thing cannot be imported"),
+        ("run_dir=${nowhere}", "Interpolation key 'nowhere' not found"),
+    ],
+)
+def test_the_pipeline_refuses_before_it_begins(refuse: Refuse, tmp_path: Path, override: str, words: str) -> None:
+    """Also what only a later stage would use."""
+    assert words in refuse(pipeline.run, override)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_dir_that_cannot_be_written(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    assert "runs" in refuse(collect.run)
+
+
+# ---- the command line itself -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.epoch=3", "There is no setting train.epoch"),
+        ("nonsense=1", "There is no setting nonsense"),
+        ("head=nothing", "There is no config head/nothing; there are eagle3"),
+        ("experiment=nothing", "There is no config experiment/nothing; there are demo"),
+        ("head.taps=[1", "The override head.taps=[1 cannot be read"),
+    ],
+)
+def test_what_hydra_refuses(
+    override: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry point itself, in this process."""
+    monkeypatch.setattr("sys.argv", ["scripts/pipeline.py", override])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        pipeline.main()
+    assert stop.value.code == 2
+    assert words in e2e.only_sentence(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("module", "override", "words"),
+    [
+        ("pipeline", "traffic.path=/no/such/file.jsonl", "does not exist; set traffic.path="),
+        ("train", "train.epoch=3", "There is no setting train.epoch"),
+        ("evaluate", "head_dir=/no/head", "holds no finished head artifact"),
+    ],
+)
+def test_as_a_process(finished: e2e.Finished, tmp_path: Path, module: str, override: str, words: str) -> None:
+    output = e2e.call(finished.place.at(tmp_path), module, override)
+    assert output.returncode == 2
+    assert words in e2e.only_sentence(output.stderr)
