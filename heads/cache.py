@@ -1,7 +1,7 @@
-"""Keys and values of a batch whose rows grow at different speeds, on top of transformers' DynamicCache.
+"""Keys and values of a batch whose rows grow at different speeds, on top of transformers' caches.
 
-A round appends one block of nodes to every row and then keeps only what was accepted. DynamicCache appends at the
-same column for all rows, so a row that kept less has a gap; `keep` closes it by moving the kept columns to the left.
+A round appends one block of nodes to every row and then keeps only what was accepted. A cache appends at the same
+column for all rows, so a row that kept less has a gap; `keep` closes it by moving the kept columns to the left.
 The module knows neither models nor acceptance rules.
 """
 
@@ -9,10 +9,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+
+class GrowingLayer(DynamicLayer):
+    """A DynamicLayer that appends in place: it keeps spare columns instead of copying all of them at every step."""
+
+    _SPARE = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._room: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append new states [B, heads, N, head_dim]; returns all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        used = self.get_seq_length()
+        end = used + key_states.shape[-2]
+        if self._room is None or self._room[0].shape[-2] < end or self.keys.data_ptr() != self._room[0].data_ptr():
+            self._room = (self._grown(self.keys, key_states, end), self._grown(self.values, value_states, end))
+        for room, states in zip(self._room, (key_states, value_states), strict=True):
+            room[..., used:end, :] = states
+        self.keys, self.values = (room[..., :end, :] for room in self._room)
+        return self.keys, self.values
+
+    def _grown(self, held: Tensor, states: Tensor, end: int) -> Tensor:
+        room = states.new_empty(*states.shape[:-2], end + max(self._SPARE, end // 4), states.shape[-1])
+        if held.numel():
+            room[..., : held.shape[-2], :] = held
+        return room
+
+
+def growing_cache() -> Cache:
+    """An empty cache that keeps everything, whatever window a layer looks through."""
+    return Cache(layer_class_to_replicate=GrowingLayer)
 
 
 @dataclass(frozen=True)
@@ -25,10 +61,10 @@ class Block:
 
 
 class BlockCache:
-    """A DynamicCache plus the true length of each row; columns past a row's length are garbage and never seen."""
+    """A cache plus the true length of each row; columns past a row's length are garbage and never seen."""
 
     def __init__(self, rows: int, device: torch.device | str) -> None:
-        self.kv = DynamicCache()
+        self.kv = growing_cache()
         self.lengths = [0] * rows
         self.width = 0
         self.device = torch.device(device)
