@@ -39,7 +39,10 @@ def generate_texts(
     rows: int,
     on_done: Callable[[int], None] | None = None,
 ) -> list[list[int]]:
-    """What `generate(do_sample=False)` writes after each prompt, end token included; `rows` prompts at a time."""
+    """What `generate(do_sample=False)` writes after each prompt, end token included; `rows` prompts at a time.
+
+    on_done is told the length of each text.
+    """
     texts = []
     for first in range(0, len(requests), rows):
         batch = requests[first : first + rows]
@@ -56,9 +59,10 @@ def generate_texts(
             do_sample=False,
             pad_token_id=target.eos_token_ids[0] if target.eos_token_ids else 0,
         )
-        texts += [_until_end(tokens, target.eos_token_ids) for tokens in output_BN[:, width:].tolist()]
-        if on_done is not None:
-            on_done(len(batch))
+        for tokens in output_BN[:, width:].tolist():
+            texts.append(_until_end(tokens, target.eos_token_ids))
+            if on_done is not None:
+                on_done(len(texts[-1]))
     return texts
 
 

@@ -166,7 +166,9 @@ class Suite:
             if task.temperature == 0:
                 if truths is None:
                     self.announce(f"{task.dtype}: what generate() itself writes", len(self.requests))
-                    truths = generate_texts(target, self.requests, self.plan.max_new_tokens, self.plan.rows)
+                    truths = generate_texts(
+                        target, self.requests, self.plan.max_new_tokens, self.plan.rows, self.progress
+                    )
                 texts = [trace.tokens for trace in ordered]
                 found = divergences(target, self.requests, texts, truths)
             yield task, _run(task, ordered, found, ids)

@@ -125,9 +125,7 @@ def test_an_interrupted_conversion_is_done_again(converted: list[Path], tmp_path
 
 
 @pytest.mark.parametrize("lost", FILES)
-def test_a_folder_that_lost_a_file_is_refused_and_kept(
-    lost: str, converted: list[Path], tmp_path: Path
-) -> None:
+def test_a_folder_that_lost_a_file_is_refused_and_kept(lost: str, converted: list[Path], tmp_path: Path) -> None:
     folder = tmp_path / "small"
     fill(folder)
     (folder / lost).unlink()
@@ -136,9 +134,7 @@ def test_a_folder_that_lost_a_file_is_refused_and_kept(
     assert converted == [] and len(list(folder.iterdir())) == len(FILES) - 1
 
 
-def test_too_little_space_is_refused_with_the_figure(
-    converted: list[Path], tmp_path: Path, monkeypatch
-) -> None:
+def test_too_little_space_is_refused_with_the_figure(converted: list[Path], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "NEEDED_BYTES", 10**18)
     with pytest.raises(UserError, match="needs 1,000,000,000,000,000,000 bytes"):
         prepare(tmp_path / "small")
@@ -170,9 +166,7 @@ def test_the_real_target_loads_and_answers(tmp_path: Path) -> None:
     )
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():
         text = tokenizer.decode(model.generate(**ids, max_new_tokens=12, do_sample=False)[0])
     assert "Paris" in text

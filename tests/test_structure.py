@@ -103,9 +103,7 @@ def undeclared(path: str, source: str, declared: set[str], owners: dict[str, lis
     """Third-party imports whose distribution pyproject.toml does not name: they work only by accident."""
     tops = {name.split(".")[0] for name, _ in imports(path, source)} - set(OURS) - set(ELSEWHERE)
     foreign = {top: owners[top] for top in tops if top in owners}
-    return [
-        f"{path} imports {top}" for top in sorted(foreign) if not declared & set(map(plain, foreign[top]))
-    ]
+    return [f"{path} imports {top}" for top in sorted(foreign) if not declared & set(map(plain, foreign[top]))]
 
 
 def plain(name: str) -> str:
@@ -142,17 +140,13 @@ def test_every_file_keeps_the_rule(rule) -> None:
 
 
 def test_every_config_is_short_enough() -> None:
-    configs = {
-        path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "conf").rglob("*.yaml")
-    }
+    configs = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "conf").rglob("*.yaml")}
     assert [complaint for path, text in configs.items() for complaint in too_long(path, text)] == []
 
 
 def test_every_third_party_import_is_declared() -> None:
     declared, owners = declared_distributions(), dict(packages_distributions())
-    found = [
-        line for path, source in sources().items() for line in undeclared(path, source, declared, owners)
-    ]
+    found = [line for path, source in sources().items() for line in undeclared(path, source, declared, owners)]
     assert found == []
 
 

@@ -19,7 +19,7 @@ class Progress:
     def __init__(self, *, total: int, label: str) -> None:
         self._total, self._label = total, label
         self._done, self._worked, self._tokens, self._seconds = 0, 0, 0, 0.0
-        self._next_line = 0.0
+        self._next_line = time.monotonic() + _EVERY
         self._bar: Bar | None = None
         if sys.stderr.isatty():
             columns = (
