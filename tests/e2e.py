@@ -113,7 +113,7 @@ def call(place: Place, module: str, *more: str, launcher: tuple[str, ...] = ()) 
     """Run a script as a process of its own; `launcher` is a module that starts it."""
     line = command(module, *place.overrides, *more)
     line[2:2] = [*launcher, "-m"] if launcher else []
-    return subprocess.run(line, cwd=place.cwd, env=environment(), capture_output=True, text=True, timeout=240)
+    return subprocess.run(line, cwd=place.cwd, env=environment(), capture_output=True, text=True, timeout=600)
 
 
 def config(*overrides: str, name: str = "config") -> DictConfig:

@@ -20,6 +20,7 @@ KEYS = {
     *("expected_tokens_per_round", "formula_gap", "requests", "rounds", "identical_requests", "looping_requests"),
     *("speedup", "proposer"),
 }
+pytestmark = pytest.mark.timeout(900)  # minutes only where other work has the machine
 WORK = ("regenerate ", "loss ", " requests, ")  # what only a stage that does something prints
 
 
