@@ -17,10 +17,12 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 
-class GrowingLayer(DynamicLayer):
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is taken as untyped
     """A DynamicLayer that appends in place: it keeps spare columns instead of copying all of them at every step."""
 
     _SPARE = 64
+    keys: Tensor
+    values: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -184,7 +184,7 @@ def unrolled_attention(
     each earlier pass and the present one. Linear memory on CPU; elsewhere the dense reference."""
     own_k, own_v = (torch.stack(states) if states else q_NHd.new_zeros(0) for states in _unzip(own))
     if q_NHd.device.type == "cpu":
-        return _Merged.apply(q_NHd, *base, own_k, own_v, columns)  # type: ignore[no-untyped-call, no-any-return]
+        return _Merged.apply(q_NHd, *base, own_k, own_v, columns)  # type: ignore[no-untyped-call]
     return dense_attention(q_NHd, base, own, columns)
 
 
