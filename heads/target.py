@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,6 +109,9 @@ class FrozenTarget:
         if adapter is not None:
             model = _merge_adapter(model, adapter)
         model.to(device)
+        if model.device.type == "cpu":
+            # transformers' own switch: share keys and values between query heads instead of copying them at each step.
+            os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
         pack_linears(model)
         return cls(model=model, tokenizer=tokenizer, path=str(path), fingerprint=fingerprint)
 

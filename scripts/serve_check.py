@@ -31,6 +31,7 @@ LEAST = 20
 def run(cfg: DictConfig) -> bool:
     """Whether the server does what we measured; everything found is kept in runs/<name>/serve_check."""
     from eval.damage import damage
+    from eval.server import check_interpreter
     from eval.server_check import check, to_lines
     from heads.artifact import write_manifest
     from heads.checkpoint import load_head
@@ -38,6 +39,7 @@ def run(cfg: DictConfig) -> bool:
 
     folder, export = Path(cfg.run_dir) / "serve_check", Path(cfg.run_dir) / "export"
     manifest = check_export(export, head=load_head(cfg.head_dir))
+    check_interpreter(cfg.serve_python)
     requests = chosen_requests(cfg)
     print(f"serve     {export} in vLLM: {len(requests)} held-out prompts, γ = {cfg.gamma}", flush=True)
     drafts = {"head": damage(export, cfg.damage, folder / "damaged") if cfg.damage else export}

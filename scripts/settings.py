@@ -67,6 +67,7 @@ def generation_settings(cfg: DictConfig) -> Generation:
 
 def check_all(cfg: DictConfig) -> None:
     """Refuse whatever can be refused before the first of several long stages begins."""
+    from heads.artifact import UserError
     from heads.target import FrozenTarget
 
     train_settings(cfg)
@@ -75,6 +76,8 @@ def check_all(cfg: DictConfig) -> None:
     check_call(FrozenTarget.load, "target", {name: value for name, value in cfg.target.items() if name != "path"})
     for key in ("traffic", "head", "tracking", "export"):
         check_node(cfg, key)
+    if cfg.traffic.get("held_out") == 0:
+        raise UserError("traffic.held_out=0 leaves nothing to measure the head on; give a share such as 0.1.")
 
 
 def check_node(cfg: DictConfig, key: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from omegaconf import DictConfig
 
 from scripts import collect, evaluate, export, pipeline, train
+from scripts.common import one_sentence
 from tests import e2e
 from tests.tiny import save_tiny, tiny_tokenizer
 
@@ -291,6 +292,7 @@ def test_what_evaluate_refuses(refuse: Refuse, copied: e2e.Place, override: str,
         ("+train.seed=1", "There is no setting train.seed; there are"),
         ("+head.layers=2", "There is no setting head.layers; there are"),
         ("optim._target_=no.such.Thing", "optim._target_=no.such.Thing cannot be imported"),
+        ("traffic.held_out=0", "traffic.held_out=0 leaves nothing to measure the head on"),
         ("run_dir=${nowhere}", "Interpolation key 'nowhere' not found"),
     ],
 )
@@ -303,6 +305,16 @@ def test_the_pipeline_refuses_before_it_begins(refuse: Refuse, tmp_path: Path, o
 def test_a_run_dir_that_cannot_be_written(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     assert "runs" in refuse(collect.run)
+
+
+def test_control_c_is_no_fault(finished: e2e.Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(cfg: DictConfig) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        one_sentence(stopped)(e2e.config(*finished.place.overrides))
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.strip() == "Stopped; the same command goes on from here."
 
 
 # ---- the command line itself -------------------------------------------------------------------------------------

