@@ -1,4 +1,4 @@
-"""Linear layers whose weight is laid out once for oneDNN, for inference on CPU.
+"""What makes inference on CPU quick: linear layers laid out once for oneDNN, attention without copies of shared keys.
 
 PyTorch multiplies through a BLAS that lays the weight out anew at every call (and that is slow on some processors):
 a few rows, which is what decoding is made of, then take two to three times as long. The original weight stays, so
@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _ROWS = 8  # the number of rows that the layout is chosen for; any number is right
 
@@ -44,6 +47,37 @@ def pack_linears(module: nn.Module) -> None:
             if type(child) is nn.Linear and _packable(child.weight):
                 child.requires_grad_(False)
                 setattr(parent, name, PackedLinear(child))
+
+
+def group_attention(model: PreTrainedModel) -> None:
+    """Let a model on CPU that attends by sdpa take the query heads of one key/value head as more queries."""
+    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(_GROUPED)
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [B, H, N, d], key and value [B, G, C, d] -> output [B, N, H, d]."""
+    groups, nodes = query.shape[1] // key.shape[1], query.shape[2]
+    if attention_mask is None and nodes > 1:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        return out.transpose(1, 2), None
+    packed = query.unflatten(1, (-1, groups)).flatten(2, 3)
+    mask = None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1)
+    out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    return out.unflatten(2, (groups, nodes)).flatten(1, 2).transpose(1, 2), None
+
+
+_GROUPED = "grouped"
+ALL_ATTENTION_FUNCTIONS.register(_GROUPED, grouped_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_GROUPED, sdpa_mask)
 
 
 def _packable(weight: Tensor) -> bool:

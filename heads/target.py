@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from heads.artifact import UserError, digest
 from heads.base import TargetWeights
 from heads.cache import BlockCache
-from heads.packed import pack_linears
+from heads.packed import group_attention, pack_linears
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 _WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin")
@@ -109,10 +108,8 @@ class FrozenTarget:
         if adapter is not None:
             model = _merge_adapter(model, adapter)
         model.to(device)
-        if model.device.type == "cpu":
-            # transformers' own switch: share keys and values between query heads instead of copying them at each step.
-            os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
         pack_linears(model)
+        group_attention(model)
         return cls(model=model, tokenizer=tokenizer, path=str(path), fingerprint=fingerprint)
 
     @property

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from heads.packed import PackedLinear, pack_linears
+from heads.packed import PackedLinear, grouped_attention, pack_linears
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -32,3 +32,17 @@ def test_weights_stay_shared_and_gradients_take_the_plain_way() -> None:
     x = torch.randn(3, 8, requires_grad=True)
     module["head"](x).sum().backward()
     torch.testing.assert_close(x.grad, module["embed"].weight.sum(0).expand(3, 8))
+
+
+@pytest.mark.parametrize(("nodes", "masked"), [(1, False), (1, True), (5, True), (9, False)])
+def test_grouped_attention_equals_repeated_heads(nodes: int, masked: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, size, 8, dtype=torch.float64) for heads, size in ((6, nodes), (2, 9), (2, 9)))
+    mask = torch.rand(2, 1, nodes, 9) < 0.6 if masked else None
+    if mask is not None:
+        mask[..., 0] = True
+    causal = mask is None and nodes > 1
+    wide = [states.repeat_interleave(3, 1) for states in (k, v)]
+    plain = nn.functional.scaled_dot_product_attention(q, *wide, attn_mask=mask, is_causal=causal, scale=0.5)
+    grouped, _ = grouped_attention(nn.Module(), q, k, v, mask, scaling=0.5)
+    torch.testing.assert_close(grouped, plain.transpose(1, 2))
