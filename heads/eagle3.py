@@ -199,11 +199,16 @@ class Eagle3Head(DraftHead):
         last_B = torch.tensor(counts, device=hidden_BMD.device) - 1
         each_B = torch.arange(rows, device=hidden_BMD.device)
         fed_BD, output_BD = fed_BMD[each_B, last_B], output_BMD[each_B, last_B]
+        ahead_BN = torch.tensor(settled, device=hidden_BMD.device)[:, None] + torch.arange(
+            depth, device=hidden_BMD.device
+        )
+        tables = self.rotary(hidden_BMD, ahead_BN)
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         for step in range(depth):
             if step > 0:
-                fed_B1D, output_B1D = self._slots(state.cache, tokens[-1][:, None], fed_BD[:, None], [1] * rows)
+                rope = (tables[0][:, step - 1 : step], tables[1][:, step - 1 : step])
+                fed_B1D, output_B1D = self._slots(state.cache, tokens[-1][:, None], fed_BD[:, None], [1] * rows, rope)
                 state.cache.keep([1] * rows)
                 fed_BD, output_BD = fed_B1D[:, 0], output_B1D[:, 0]
             index_B, q_BW = draw(self.lm_head(output_BD))
@@ -214,15 +219,22 @@ class Eagle3Head(DraftHead):
         return Proposal.chain(torch.stack(tokens, 1), probs_BNV=torch.stack(probs, 1) if probs else None)
 
     def _slots(
-        self, cache: BlockCache, next_ids_BM: Tensor, hidden_BMD: Tensor, counts: list[int]
+        self,
+        cache: BlockCache,
+        next_ids_BM: Tensor,
+        hidden_BMD: Tensor,
+        counts: list[int],
+        rope: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The layer over a block of new slots, appended to the cache: (what is fed back, state after the norm)."""
+        """The layer over a block of new slots, appended to the cache: (what is fed back, state after the norm).
+
+        rope: cos and sin of the slots' positions, where they are known already.
+        """
         block = cache.place(counts)
         normed_BMD = self.hidden_norm(hidden_BMD)
         x_BM2 = torch.cat([self.input_layernorm(self._embed(next_ids_BM, normed_BMD)), normed_BMD], dim=-1)
-        attended_BMD = self.layer.self_attn.cached(
-            x_BM2, self.rotary(x_BM2, block.positions_BN), cache, block.allowed_BNC
-        )
+        rope = rope if rope is not None else self.rotary(x_BM2, block.positions_BN)
+        attended_BMD = self.layer.self_attn.cached(x_BM2, rope, cache, block.allowed_BNC)
         return self._finish(hidden_BMD, normed_BMD, attended_BMD)
 
     # ---- both -----------------------------------------------------------------------------------------------------

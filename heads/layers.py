@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from heads.base import wide
 from heads.cache import BlockCache
+from heads.packed import grouped_attention
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,20 @@ class DraftAttention(nn.Module):
         self, x_BND: Tensor, rope: tuple[Tensor, Tensor], cache: BlockCache, allowed_BNC: Tensor | None
     ) -> Tensor:
         """Attention of a block over the cache and itself; appends the block to the cache."""
-        q = self.queries(x_BND, rope).transpose(1, 2)
-        k, v = (states.transpose(1, 2) for states in self.keys_values(x_BND, rope))
-        k, v = cache.kv.update(k, v, 0)
-        nodes, columns = q.shape[2], k.shape[2]
+        parts = [
+            project(x_BND).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+        ]
+        cos, sin = (table.to(x_BND.dtype) for table in rope)
+        q, k = apply_rotary_pos_emb(parts[0], parts[1], cos, sin, unsqueeze_dim=-2)
+        k, v = cache.kv.update(k.transpose(1, 2), parts[2].transpose(1, 2), 0)
+        nodes, columns = q.shape[1], k.shape[2]
         mask = None
         if allowed_BNC is not None:
             mask = allowed_BNC[:, None]
         elif 1 < nodes < columns:
-            mask = torch.ones(nodes, columns, dtype=torch.bool, device=q.device).tril(columns - nodes)
-        causal = mask is None and nodes > 1
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.groups > 1)
-        return self.o_proj(out.transpose(1, 2).flatten(-2))
+            mask = torch.ones(1, 1, nodes, columns, dtype=torch.bool, device=q.device).tril(columns - nodes)
+        out, _ = grouped_attention(self, q.transpose(1, 2), k, v, mask)
+        return self.o_proj(out.flatten(-2))
 
 
 class DraftBlock(nn.Module):
