@@ -177,7 +177,7 @@ def check_export(folder: str | Path, *, head: DraftHead | None = None) -> dict[s
     if head is not None:
         settings, tensors = to_vllm(head, manifest["dtype"])
         if _read_config(folder) != settings or (folder / TENSORS).read_bytes() != _bytes(tensors):
-            raise UserError(f"{folder} was not exported from the head as it is now; delete it and export again.")
+            raise UserError(f"{folder} was not exported from the head as it is now; export it again.")
     return manifest
 
 
