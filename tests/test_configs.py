@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+from omegaconf import OmegaConf
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
@@ -49,7 +49,7 @@ def test_every_option_composes_and_its_values_are_right(group: str, name: str) -
     needed = ["target.path=some/folder"] if (group, name) == ("target", "custom") else []
     cfg = e2e.config(f"{group}={name}", *needed, name=ROOTS.get(group, "config"))
     if group != "experiment":
-        assert set(yaml.safe_load((CONF / group / f"{name}.yaml").read_text())) <= set(cfg[group]) | {"defaults"}
+        assert set(OmegaConf.load(CONF / group / f"{name}.yaml")) <= set(cfg[group]) | {"defaults"}
     check_all(cfg)
 
 
@@ -144,7 +144,7 @@ Seen = dict[str, Any]
 
 def documented(file: str, section: str) -> set[str]:
     """The settings of one section of a file, or of the whole file."""
-    values = yaml.safe_load((CONF / file).read_text())
+    values = OmegaConf.to_container(OmegaConf.load(CONF / file))
     return set(values[section] if section else values) - {"_target_", "_convert_", "_partial_"}
 
 

@@ -129,9 +129,11 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen[Any]) -> 
 
 def test_kill_minus_nine_at_a_random_step(tmp_path: Path) -> None:
     """Twice killed at a moment that the parent chooses, then left alone: nothing is lost."""
-    weights, metrics = straight(tmp_path / "straight", save_every=3)
-    run = tmp_path / "run"
     values = ("save_every=3", "pause=0.01")
+    subprocess.run(command(tmp_path / "straight", *values), env=environment(), check=True, capture_output=True)
+    weights = load_file(tmp_path / "straight/weights-0.safetensors")
+    metrics = metrics_of(tmp_path / "straight")
+    run = tmp_path / "run"
     for _ in range(2):
         wanted = len(lines_of(run)) + random.randint(1, 8)
         process = subprocess.Popen(command(run, *values), env=environment(), stderr=subprocess.DEVNULL)
