@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
