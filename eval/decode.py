@@ -107,7 +107,7 @@ def decode(
     """
     for request in requests:
         _check(request, target, settings)
-    stop = StopStringCriteria(target.tokenizer, list(settings.stop_strings)) if settings.stop_strings else None
+    stop = _stop_criteria(target, settings)
     traces = []
     for first in range(0, len(requests), settings.rows):
         batch = requests[first : first + settings.rows]
@@ -129,6 +129,18 @@ def _check(request: Request, target: FrozenTarget, settings: DecodeSettings) -> 
             f"{settings.max_new_tokens} new) but the target has {target.max_length}; "
             f"shorten the prompt or lower eval.max_new_tokens."
         )
+
+
+def _stop_criteria(target: FrozenTarget, settings: DecodeSettings) -> StopStringCriteria | None:
+    if not settings.stop_strings:
+        return None
+    try:
+        return StopStringCriteria(target.tokenizer, list(settings.stop_strings))
+    except ValueError as error:  # of a vocabulary that cannot be spelled out
+        raise UserError(
+            f"transformers cannot match stop strings with the tokenizer of {target.path} ({error}); leave stop_strings "
+            f"empty, or use a tokenizer that knows the letters a to f."
+        ) from error
 
 
 class _Row:
@@ -237,6 +249,7 @@ class _Batch:
         started = self._now()
         proposal = self.proposer.propose(state, min(self.settings.gamma, left), self._draw)
         self.clock.draft += self._now() - started
+        proposal.check()
         return proposal
 
     def _settle(self, row: _Row, index: int, proposal: Proposal, verdict: Verdict) -> None:

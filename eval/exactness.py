@@ -1,8 +1,8 @@
-"""The proof that a text is the target's own: token by token against transformers' `generate`.
+"""The proofs on a real target: greedy texts token by token against transformers' `generate`, the law of sampled ones.
 
 In fp32 and fp64 every token must be the same. In half precision one row and many rows go through different kernels,
 so near-ties fall differently; such a divergence is reported with the logit gap at its first token, never hidden.
-This module does not know how the text under test was decoded.
+Sampled texts after a fixed prefix are compared with their exact probabilities (the tiny vocabulary is in `eval.law`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from eval.decode import Request
+from eval.decode import DecodeSettings, Proposer, Request, decode
+from eval.law import Fit
+from eval.sampling import Sampling
 from heads.target import FrozenTarget
 
 
@@ -92,3 +94,64 @@ def _until_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
         if token in eos_token_ids:
             return tokens[: position + 1]
     return tokens
+
+
+# ---- the law on a real target -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LawSettings:
+    """copies: decodes of the same prefix; length: tokens of each, the first of which comes out of the prompt; rows:
+    decoded together; the rest as in `DecodeSettings`. Few tokens may be possible (top-k), for all texts are listed."""
+
+    sampling: Sampling
+    verifier: str = "rejection"
+    copies: int = 1500
+    length: int = 3
+    gamma: int = 3
+    rows: int = 500
+    seed: int = 0
+
+
+def law_after(target: FrozenTarget, prefix: Sequence[int], proposer: Proposer | None, settings: LawSettings) -> Fit:
+    """Decode the same prefix many times and compare the texts with their exact probabilities."""
+    requests = [Request(f"copy-{number}", "all", tuple(prefix)) for number in range(settings.copies)]
+    how = DecodeSettings(
+        gamma=settings.gamma,
+        sampling=settings.sampling,
+        max_new_tokens=settings.length,
+        rows=settings.rows,
+        seed=settings.seed,
+        verifier=settings.verifier,
+    )
+    seen: dict[tuple[int, ...], int] = {}
+    for trace in decode(target, requests, proposer, how):
+        text = tuple(trace.tokens)
+        seen[text] = seen.get(text, 0) + 1
+    exact = exact_texts(target, prefix, settings.sampling, settings.length)
+    texts = [*exact, *(text for text in seen if text not in exact)]
+    return Fit.of(
+        f"{settings.copies} texts of {settings.length} tokens",
+        torch.tensor([seen.get(text, 0) for text in texts], dtype=torch.float64),
+        torch.tensor([exact.get(text, 0.0) for text in texts], dtype=torch.float64),
+    )
+
+
+@torch.inference_mode()
+def exact_texts(
+    target: FrozenTarget, prefix: Sequence[int], sampling: Sampling, length: int
+) -> dict[tuple[int, ...], float]:
+    """The probability of every text of `length` tokens after a prefix, or of fewer where it ends, by plain forwards."""
+    growing: dict[tuple[int, ...], float] = {(): 1.0}
+    done: dict[tuple[int, ...], float] = {}
+    for _ in range(length):
+        following: dict[tuple[int, ...], float] = {}
+        ids_BT = torch.tensor([[*prefix, *text] for text in growing], device=target.device)
+        p_BV = sampling.probabilities(target.logits(target.forward(ids_BT).last_BTD[:, -1]), ids_BT)
+        for (text, weight), p_V in zip(growing.items(), p_BV, strict=True):
+            tokens = p_V.nonzero()[:, 0]
+            for token, share in zip(tokens.tolist(), p_V[tokens].tolist(), strict=True):
+                goal = done if token in target.eos_token_ids else following
+                goal[(*text, token)] = weight * share
+        growing = following
+    return {**done, **growing}

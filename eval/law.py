@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from scipy.stats import chisquare
@@ -69,11 +68,11 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One case, decoded `samples` times: p_value of the χ² test over `cells` texts, total_variation between seen and
-    exact frequencies (its noise included), impossible: texts seen that the target never writes."""
+class Fit:
+    """How well `samples` texts fit the exact probabilities: p_value of the χ² test over `cells` groups of texts,
+    total_variation between seen and exact frequencies (its noise included), impossible: texts that cannot be."""
 
-    case: Case
+    name: str
     samples: int
     p_value: float
     cells: int
@@ -84,9 +83,26 @@ class Outcome:
     def passed(self) -> bool:
         return self.p_value > LEVEL
 
-    def to_json(self) -> dict[str, Any]:
-        numbers = ("samples", "p_value", "cells", "total_variation", "impossible")
-        return {"case": self.case.name, **{name: vars(self)[name] for name in numbers}}
+    @staticmethod
+    def of(name: str, seen: Tensor, exact: Tensor) -> Fit:
+        """seen: how often each text was written; exact: its probability. Texts expected less than five times are taken
+        together."""
+        samples, impossible = int(seen.sum()), int(seen[exact == 0].sum())
+        likely = exact * samples >= 5
+        rest = ~likely & (exact > 0)
+        observed = torch.cat([seen[likely], seen[rest].sum()[None]])
+        expected = torch.cat([exact[likely], exact[rest].sum()[None]]) * samples
+        observed, expected = observed[expected > 0], expected[expected > 0]
+        expected *= observed.sum() / expected.sum()
+        alone = len(expected) < 2
+        return Fit(
+            name=name,
+            samples=samples,
+            p_value=0.0 if impossible else 1.0 if alone else float(chisquare(observed, expected).pvalue),
+            cells=len(expected),
+            total_variation=float((seen / samples - exact).abs().sum() / 2),
+            impossible=impossible,
+        )
 
 
 CONTROLS: Mapping[str, Case] = {
@@ -110,30 +126,17 @@ def typical_cases() -> list[Case]:
     return [Case(name, shape, False, "typical") for name in ("T=1", "T=0.6", "top-p") for shape in SHAPES]
 
 
-def check(case: Case, *, damage: str | None = None, samples: int = SAMPLES, seed: int = 3) -> Outcome:
+def check(case: Case, *, damage: str | None = None, samples: int = SAMPLES, seed: int = 3) -> Fit:
     """Decode a case `samples` times and test it. Raises UserError on a damage that does not exist."""
+    check_damage(damage)
+    tables = _Tables(_sampling(case))
+    return Fit.of(case.name, simulate(case, tables, damage=damage, samples=samples, seed=seed), tables.exact_texts())
+
+
+def check_damage(damage: str | None) -> None:
+    """Raises UserError on a damage that does not exist."""
     if damage is not None and damage not in DAMAGES:
         raise UserError(f"damage={damage} is unknown; choose one of {', '.join(DAMAGES)}.")
-    tables = _Tables(_sampling(case))
-    seen = simulate(case, tables, damage=damage, samples=samples, seed=seed)
-    exact = tables.exact_texts()
-    impossible = int(seen[exact == 0].sum())
-    likely = exact * samples >= 5
-    rest = ~likely & (exact > 0)
-    observed = torch.cat([seen[likely], seen[rest].sum()[None]])
-    expected = torch.cat([exact[likely], exact[rest].sum()[None]]) * samples
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    found = (
-        1.0 if len(expected) < 2 else float(chisquare(observed, expected * (observed.sum() / expected.sum())).pvalue)
-    )
-    return Outcome(
-        case=case,
-        samples=samples,
-        p_value=0.0 if impossible else found,
-        cells=len(expected),
-        total_variation=float((seen / samples - exact).abs().sum() / 2),
-        impossible=impossible,
-    )
 
 
 def simulate(case: Case, tables: _Tables, *, damage: str | None, samples: int, seed: int) -> Tensor:

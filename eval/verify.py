@@ -61,10 +61,9 @@ def verify(
     """Judge a proposal as `sampling` and `verifier` (one of VERIFIERS) say.
 
     logits_BNV [B, 1 + N, V]: the target's raw logits after the last committed token and after each node. texts: the
-    text of each row, prompt and last committed token included; needed where `sampling.looks_back`. Raises UserError
-    on a proposal that is no tree, a draft distribution that is none, and a verifier that cannot judge this.
+    text of each row, prompt and last committed token included; needed where `sampling.looks_back`. The proposal is
+    taken as it is: `Proposal.check` comes first. Raises UserError on a verifier that cannot judge this.
     """
-    proposal.check()
     check_verifier(verifier, sampling)
     text_BNL = None
     if sampling.looks_back:

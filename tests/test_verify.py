@@ -247,9 +247,8 @@ def test_impossible_sampling_is_refused(wrong: dict) -> None:
 )
 def test_what_is_no_tree_is_refused(parents: list[int], words: str) -> None:
     proposal = Proposal(torch.tensor([[1, 2, 3]]), torch.tensor(parents), torch.tensor([3]))
-    for sampling in (Sampling(), Sampling(1.0)):
-        with pytest.raises(UserError, match=words):
-            verify(torch.zeros(1, 4, 5), proposal, sampling, torch.Generator())
+    with pytest.raises(UserError, match=words):
+        proposal.check()
     with pytest.raises(UserError, match="parents of shape"):
         Proposal(torch.tensor([[1, 2, 3]]), torch.tensor([-1, 0]), torch.tensor([3])).check()
 
@@ -257,9 +256,8 @@ def test_what_is_no_tree_is_refused(parents: list[int], words: str) -> None:
 @pytest.mark.parametrize("total", [0.9, 1.2, float("nan")])
 def test_a_draft_distribution_that_does_not_sum_to_one_is_refused(total: float) -> None:
     q = torch.tensor([[[0.5, 0.25, total - 0.75]]])
-    proposal = Proposal.chain(torch.tensor([[0]]), probs_BNV=q)
-    with pytest.raises(UserError, match="sum to 1"):
-        verify(torch.zeros(1, 2, 3), proposal, Sampling(1.0), torch.Generator())
+    with pytest.raises(UserError, match="sums? to 1"):
+        Proposal.chain(torch.tensor([[0]]), probs_BNV=q).check()
 
 
 def test_verifiers_that_cannot_judge_this_are_refused() -> None:
