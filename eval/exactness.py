@@ -7,14 +7,17 @@ Sampled texts after a fixed prefix are compared with their exact probabilities (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from eval.decode import DecodeSettings, Proposer, Request, decode
 from eval.law import Fit
 from eval.sampling import Sampling
+from heads.base import Committed, Draw, Proposal
 from heads.target import FrozenTarget
 
 
@@ -31,6 +34,36 @@ class Divergence:
     token: int | None
     other: int | None
     gap: float | None
+
+
+WIDE = {"float64": 0.0, "float32": 1e-4}
+"""Number formats in which texts must be identical, and the logit gap below which a divergence is a tie."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Greedy texts of one proposer in one number format against `generate(do_sample=False)`."""
+
+    proposer: str
+    dtype: str
+    requests: int
+    tokens: int
+    divergences: Sequence[Divergence]
+
+    @property
+    def passed(self) -> bool | None:
+        """None in half precision, where near-ties fall differently and are only reported."""
+        if self.dtype not in WIDE:
+            return None
+        return all(d.gap is not None and d.gap < WIDE[self.dtype] for d in self.divergences)
+
+    @property
+    def gaps(self) -> str:
+        """The logit gaps at the first divergences, largest first."""
+        found = sorted((d.gap for d in self.divergences if d.gap is not None), reverse=True)
+        unknown = len(self.divergences) - len(found)
+        words = [f"{gap:.2g}" for gap in found[:5]] + (["…"] if len(found) > 5 else [])
+        return ", ".join(words + ([f"{unknown} of another length"] if unknown else [])) or "none"
 
 
 @torch.inference_mode()
@@ -87,6 +120,17 @@ def divergences(
             gap = abs(logits_V[token] - logits_V[other]).item()
         found.append(Divergence(request.request_id, position, token, other, gap))
     return found
+
+
+def identities(
+    target: FrozenTarget, requests: Sequence[Request], proposers: Mapping[str, Proposer], settings: DecodeSettings
+) -> Iterator[Identity]:
+    """Every proposer's texts under `settings` against what the target writes greedily, one after the other."""
+    truths = generate_texts(target, requests, settings.max_new_tokens, settings.rows)
+    for name, proposer in proposers.items():
+        texts = [trace.tokens for trace in decode(target, requests, proposer, settings)]
+        found = divergences(target, requests, texts, truths)
+        yield Identity(name, str(target.dtype).removeprefix("torch."), len(texts), sum(map(len, texts)), found)
 
 
 def _until_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
@@ -155,3 +199,34 @@ def exact_texts(
                 goal[(*text, token)] = weight * share
         growing = following
     return {**done, **growing}
+
+
+class DamagedDraft:
+    """A proposer with one of the mistakes of `eval.law.DAMAGES`, so that a proof can be seen to fail."""
+
+    def __init__(self, proposer: Proposer, damage: str, vocab_size: int) -> None:
+        self.proposer, self.needs = proposer, proposer.needs
+        self.damage, self.vocab_size = damage, vocab_size
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> Any:
+        return self.proposer.start(prompts)
+
+    def commit(self, state: Any, committed: Committed) -> None:
+        self.proposer.commit(state, committed)
+
+    def propose(self, state: Any, depth: int, draw: Draw) -> Proposal:
+        """What the proposer drafts, handed over wrongly."""
+        if self.damage == "soft":
+            return self.proposer.propose(state, depth, _best)
+        proposal = self.proposer.propose(state, depth, draw)
+        if self.damage == "stop":
+            odd_BN = proposal.tokens_BN % 2
+            return replace(proposal, count_B=proposal.count_B.minimum((1 - odd_BN).cumprod(1).sum(1)))
+        if self.damage == "siblings" or proposal.probs_BNV is not None:
+            even_BNV = torch.full((*proposal.tokens_BN.shape, self.vocab_size), 1 / self.vocab_size)
+            return replace(proposal, probs_BNV=even_BNV.to(proposal.tokens_BN.device))
+        return proposal
+
+
+def _best(logits_BW: Tensor, **_: Any) -> tuple[Tensor, None]:
+    return logits_BW.argmax(-1), None
