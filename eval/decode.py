@@ -68,14 +68,18 @@ def decode(
     """
     for request in requests:
         _check(request, target, settings)
-    traces = []
+    # Rows of a batch are padded to the longest prompt: neighbours of like length waste nothing.
+    order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))
+    traces: dict[int, RequestTrace] = {}
     for first in range(0, len(requests), settings.rows):
-        batch = requests[first : first + settings.rows]
-        for trace in _Batch(target, batch, proposer, replace(settings, seed=settings.seed + first)).run():
-            traces.append(trace)
+        chosen = order[first : first + settings.rows]
+        batch = [requests[index] for index in chosen]
+        found = _Batch(target, batch, proposer, replace(settings, seed=settings.seed + first)).run()
+        for index, trace in zip(chosen, found, strict=True):
+            traces[index] = trace
             if on_done is not None:
                 on_done(trace)
-    return traces
+    return [traces[index] for index in range(len(requests))]
 
 
 def _check(request: Request, target: FrozenTarget, settings: DecodeSettings) -> None:
@@ -112,6 +116,7 @@ class _Batch:
         self.taps = self.proposer.needs.taps if self.proposer is not None else ()
         self.rows = [_Row(request) for request in requests]
         self.cache = BlockCache(len(requests), target.device)
+        self.prompt_seconds = 0.0
         self.generator = torch.Generator(target.device).manual_seed(settings.seed)
 
     @torch.inference_mode()
@@ -120,6 +125,7 @@ class _Batch:
         prompts = [row.request.prompt for row in self.rows]
         state = self.proposer.start(prompts) if self.proposer is not None else None
         self._prefill(prompts, state)
+        self.prompt_seconds = time.perf_counter() - started
         while any(row.finish is None for row in self.rows):
             self._round(state)
             elapsed = time.perf_counter() - started
@@ -216,6 +222,7 @@ class _Batch:
             rounds=row.rounds,
             finish=row.finish,
             seconds=row.seconds or elapsed,
+            prompt_seconds=self.prompt_seconds,
         )
 
 
