@@ -57,8 +57,10 @@ DEFINITIONS: dict[str, str] = {
     "formula_gap": "Formula / measured - 1: above 0 the formula promises more than the decoder delivers.",
     "interval": "95 % interval by resampling whole requests (cluster bootstrap, percentile, widened for few "
     f"requests); null below {MIN_CLUSTERS} requests or where a resample leaves the number undefined.",
-    "speedup": "Tokens per second with the draft / without it: same loop, same requests, resampled in pairs; "
-    "where the texts are equal this is seconds without / seconds with.",
+    "speedup": "Tokens per second of decoding, after the prompt's own forward, with the draft / without it: same loop, "
+    "same requests, resampled in pairs; where the texts are equal this is seconds without / seconds with.",
+    "speedup_with_prompt": "The same over the whole request, the prompt's forward included; it falls towards 1 as "
+    "prompts grow and answers shrink.",
     "rounds_cut": "Rounds whose accepted drafts hold the end of the text (end token or length limit).",
     "looping_requests": f"Requests whose text ends in a loop of period <= {LOOP_MAX_PERIOD}, over at least "
     f"{LOOP_MIN_REPEATS} periods and {LOOP_MIN_TAIL} tokens (end token aside). Loops inflate alpha.",
@@ -101,6 +103,7 @@ class Measurement:
     expected_tokens_per_round: Estimate
     formula_gap: Estimate
     speedup: Estimate | None
+    speedup_with_prompt: Estimate | None
     paired_requests: int
     paired_equal_texts: int
 
@@ -179,7 +182,7 @@ class _Sums(NamedTuple):
     at_risk_RK: FloatArray  # rounds with k − 1 accepted that were not cut there
     lengths_RN: FloatArray  # rounds that proposed n tokens
     beta_R2: FloatArray  # Σ β, positions with a β
-    clock_R4: FloatArray  # seconds and tokens with the draft, seconds and tokens without
+    clock_R8: FloatArray  # with the draft, then without: tokens and seconds of decoding, of the whole request
     macro_R4: FloatArray  # α of the request (0 where undefined), 1 where defined; τ likewise
 
 
@@ -197,7 +200,9 @@ def _numbers(sums: _Sums) -> dict[str, FloatArray]:
         tau = 1 + _total(survival)
         powers = np.nan_to_num(alpha) ** np.arange(sums.lengths_RN.shape[-1])
         formula = _total(sums.lengths_RN * np.cumsum(powers, axis=-1)) / rounds
-        seconds, tokens, plain_seconds, plain_tokens = (sums.clock_R4[:, i : i + 1] for i in range(4))
+        decoding, whole, plain_decoding, plain_whole = (
+            sums.clock_R8[:, i : i + 1] / sums.clock_R8[:, i + 1 : i + 2] for i in range(0, 8, 2)
+        )
         return {
             "alpha": alpha,
             "alpha_macro": sums.macro_R4[:, :1] / sums.macro_R4[:, 1:2],
@@ -208,7 +213,8 @@ def _numbers(sums: _Sums) -> dict[str, FloatArray]:
             "tokens_per_round_macro": sums.macro_R4[:, 2:3] / sums.macro_R4[:, 3:],
             "expected_tokens_per_round": formula,
             "formula_gap": np.where(np.isnan(alpha), np.nan, formula / tau - 1),
-            "speedup": (tokens / seconds) / (plain_tokens / plain_seconds),
+            "speedup": decoding / plain_decoding,
+            "speedup_with_prompt": whole / plain_whole,
         }
 
 
@@ -240,7 +246,7 @@ def _collect(
         if max(proposed, default=0) > gamma:
             raise ValueError(f"{trace.request_id}: {max(proposed)} tokens proposed, gamma={gamma}; raise gamma.")
         betas = [b for r in rounds for b in r.beta]
-        clock = [n for t in pairs.get(trace.request_id, ()) for n in (t.seconds, len(t.tokens))] or [0.0] * 4
+        clock = [n for t in pairs.get(trace.request_id, ()) for n in _clock(t)] or [0.0] * 8
         columns = [
             _at_least([r.accepted for r in rounds], gamma),
             _at_least([r.examined for r in rounds], gamma),
@@ -256,6 +262,11 @@ def _collect(
     alpha_R, tau_R = own["alpha"][:, 0], own["tokens_per_round"][:, 0]
     macro = [np.nan_to_num(alpha_R), ~np.isnan(alpha_R), np.nan_to_num(tau_R), ~np.isnan(tau_R)]
     return sums._replace(macro_R4=np.stack(macro, axis=1).astype(np.float64))
+
+
+def _clock(trace: RequestTrace) -> tuple[float, float, float, float]:
+    """Tokens and seconds of decoding, then of the whole request."""
+    return trace.decoded_tokens, trace.decoding_seconds, len(trace.tokens), trace.seconds
 
 
 def _estimate(sums: _Sums, resamples: int, seed: int) -> dict[str, list[Estimate]]:
@@ -284,7 +295,7 @@ def _known(value: float, low: float, high: float) -> Estimate:
 
 def _nothing(gamma: int) -> dict[str, list[Estimate]]:
     """What is known when no request is left: every number undefined."""
-    names = _numbers(_Sums(*(np.zeros((1, n)) for n in (gamma, gamma, gamma, gamma + 1, 2, 4, 4))))
+    names = _numbers(_Sums(*(np.zeros((1, n)) for n in (gamma, gamma, gamma, gamma + 1, 2, 8, 4))))
     return {name: [Estimate(None)] * value.shape[-1] for name, value in names.items()}
 
 
@@ -332,6 +343,7 @@ def measure(
         expected_tokens_per_round=got["expected_tokens_per_round"][0],
         formula_gap=got["formula_gap"][0],
         speedup=got["speedup"][0] if pairs else None,
+        speedup_with_prompt=got["speedup_with_prompt"][0] if pairs else None,
         paired_requests=len(pairs),
         paired_equal_texts=sum(drafted.tokens == alone.tokens for drafted, alone in pairs.values()),
     )

@@ -108,15 +108,19 @@ def decode(
     for request in requests:
         _check(request, target, settings)
     stop = _stop_criteria(target, settings)
-    traces = []
+    # Rows of a batch are padded to the longest prompt: neighbours of like length waste nothing.
+    order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))
+    traces: dict[int, RequestTrace] = {}
     for first in range(0, len(requests), settings.rows):
-        batch = requests[first : first + settings.rows]
+        chosen = order[first : first + settings.rows]
+        batch = [requests[index] for index in chosen]
         seeded = replace(settings, seed=settings.seed + first)
-        for trace in _Batch(target, batch, proposer, seeded, stop, clock or Clock()).run():
-            traces.append(trace)
+        found = _Batch(target, batch, proposer, seeded, stop, clock or Clock()).run()
+        for index, trace in zip(chosen, found, strict=True):
+            traces[index] = trace
             if on_done is not None:
                 on_done(trace)
-    return traces
+    return [traces[index] for index in range(len(requests))]
 
 
 def _check(request: Request, target: FrozenTarget, settings: DecodeSettings) -> None:
@@ -178,6 +182,7 @@ class _Batch:
         self.needs = self.proposer.needs if self.proposer is not None else FeatureNeeds()
         self.rows = [_Row(request) for request in requests]
         self.cache = BlockCache(len(requests), target.device)
+        self.prompt_seconds = 0.0
         self.generator = torch.Generator(target.device).manual_seed(settings.seed)
 
     @torch.inference_mode()
@@ -186,6 +191,7 @@ class _Batch:
         prompts = [row.request.prompt for row in self.rows]
         state = self.proposer.start(prompts) if self.proposer is not None else None
         self._prefill(prompts, state)
+        self.prompt_seconds = time.perf_counter() - started
         while any(row.finish is None for row in self.rows):
             self._round(state)
             elapsed = time.perf_counter() - started
@@ -353,6 +359,7 @@ class _Batch:
             rounds=row.rounds,
             finish=row.finish,
             seconds=row.seconds or elapsed,
+            prompt_seconds=self.prompt_seconds,
         )
 
 

@@ -78,9 +78,11 @@ def generate_texts(
 
     on_done is told the length of each text.
     """
-    texts = []
+    order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt))
+    texts: dict[int, list[int]] = {}
     for first in range(0, len(requests), rows):
-        batch = requests[first : first + rows]
+        chosen = order[first : first + rows]
+        batch = [requests[index] for index in chosen]
         width = max(len(request.prompt) for request in batch)
         ids_BN = torch.zeros(len(batch), width, dtype=torch.long, device=target.device)
         mask_BN = torch.zeros_like(ids_BN)
@@ -94,11 +96,11 @@ def generate_texts(
             do_sample=False,
             pad_token_id=target.eos_token_ids[0] if target.eos_token_ids else 0,
         )
-        for tokens in output_BN[:, width:].tolist():
-            texts.append(_until_end(tokens, target.eos_token_ids))
+        for index, tokens in zip(chosen, output_BN[:, width:].tolist(), strict=True):
+            texts[index] = _until_end(tokens, target.eos_token_ids)
             if on_done is not None:
-                on_done(len(texts[-1]))
-    return texts
+                on_done(len(texts[index]))
+    return [texts[index] for index in range(len(requests))]
 
 
 def divergences(

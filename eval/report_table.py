@@ -19,7 +19,7 @@ WIDTH = 80
 NOTHING = "–"
 LEGEND = (
     "[ ] 95 % interval, resampled by request. formula: (1-α^(γ+1))/(1-α) at the pooled α; gap: formula over "
-    "measured. same: texts identical to the target's own. speed: tokens/s against plain decoding."
+    "measured. same: texts identical to the target's own. speed: tokens/s of decoding against plain decoding."
 )
 
 

@@ -56,7 +56,10 @@ class Round:
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """One request, decoded. `tokens`: the generated text without the prompt, end token included."""
+    """One request, decoded. `tokens`: the generated text without the prompt, end token included.
+
+    seconds: wall clock of the whole request; prompt_seconds: of these, what the target's forward over the prompt took.
+    """
 
     request_id: str
     slice: str
@@ -65,6 +68,7 @@ class RequestTrace:
     rounds: list[Round]
     finish: str
     seconds: float
+    prompt_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.finish in FINISHES, self.finish
@@ -72,6 +76,16 @@ class RequestTrace:
         # The first token comes either out of the prompt's own forward (no round) or out of the first round.
         outside = len(self.tokens) - sum(r.emitted for r in self.rounds)
         assert outside in (0, 1), f"{self.request_id}: {outside} tokens belong to no round"
+
+    @property
+    def decoding_seconds(self) -> float:
+        """Wall clock of the rounds: everything after the prompt's own forward."""
+        return self.seconds - self.prompt_seconds
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens that the rounds added to the text."""
+        return sum(r.emitted for r in self.rounds)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -20,23 +20,24 @@ from torch import Tensor
 
 from heads.base import wide
 
-CHUNK = 512
+CHUNK = 256  # places; the logits of all passes over them exist at once
 _TINY = 1e-12
 
-Kernel = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""(draft logits_CW fp32, p_CW fp32) -> (loss_C, gradient with respect to the logits_CW, overlap_C = Σ min(p, q))."""
+Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(draft logits_CW fp32, p_CW fp32, Σ p log p of each row) -> (loss_C, gradient with respect to the logits_CW,
+overlap_C = Σ min(p, q))."""
 
 
-def kl_kernel(logits_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def kl_kernel(logits_CW: Tensor, p_CW: Tensor, negentropy_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Forward KL Σ p (log p - log q) over the draft vocabulary, p not renormalised on it."""
     log_q_CW = torch.log_softmax(logits_CW, dim=-1)
-    loss_C = (torch.special.xlogy(p_CW, p_CW) - p_CW * log_q_CW).sum(-1)
+    loss_C = negentropy_C - (p_CW * log_q_CW).sum(-1)
     q_CW = log_q_CW.exp_()
     overlap_C = torch.minimum(p_CW, q_CW).sum(-1)
     return loss_C, q_CW.mul_(p_CW.sum(-1, keepdim=True)).sub_(p_CW), overlap_C
 
 
-def lk_alpha_kernel(logits_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def lk_alpha_kernel(logits_CW: Tensor, p_CW: Tensor, negentropy_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """-log Σ min(p, q): the negative log-likelihood that a drafted token is accepted."""
     q_CW = torch.softmax(logits_CW, dim=-1)
     overlap_C = torch.minimum(p_CW, q_CW).sum(-1)
@@ -44,7 +45,7 @@ def lk_alpha_kernel(logits_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Tensor, Te
     return -overlap_C.clamp_min(_TINY).log(), gradient_CW, overlap_C
 
 
-def tv_kernel(logits_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def tv_kernel(logits_CW: Tensor, p_CW: Tensor, negentropy_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Total variation 1 - Σ min(p, q): the probability that a drafted token is rejected."""
     q_CW = torch.softmax(logits_CW, dim=-1)
     overlap_C = torch.minimum(p_CW, q_CW).sum(-1)
@@ -83,10 +84,12 @@ class TargetRows:
     lse_N: Tensor
     token_N: Tensor
 
-    def probs(self, low: int, high: int) -> Tensor:
-        """p over the draft vocabulary for rows low…high, fp32; may sum to less than one."""
+    def probs(self, low: int, high: int) -> tuple[Tensor, Tensor]:
+        """p_CW over the draft vocabulary for places low…high, fp32, which may sum to less than one, and Σ p log p."""
         logits_CW = wide(self.last_ND[low:high].to(self.rows_WD.dtype) @ self.rows_WD.T)
-        return logits_CW.sub_(self.lse_N[low:high, None]).exp_()
+        log_p_CW = logits_CW.sub_(self.lse_N[low:high, None])
+        p_CW = log_p_CW.exp()
+        return p_CW, log_p_CW.mul_(p_CW).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,26 @@ def unrolled_loss(
     return UnrolledSums(*outputs)
 
 
+@dataclass(frozen=True)
+class _Span:
+    """What pass k has to say on a chunk of places: its starts, their places, and which of them count."""
+
+    k: int
+    rows: slice
+    places: slice
+    valid_C: Tensor
+
+
+def _spans(low: int, high: int, valid_KN: Tensor) -> list[_Span]:
+    """The passes that reach places low…high; pass 0 reaches all of them."""
+    spans = []
+    for k, valid_N in enumerate(valid_KN):
+        rows = slice(max(0, low - k), high - k)
+        if rows.start < rows.stop and (k == 0 or bool(valid_N[rows].any())):
+            spans.append(_Span(k, rows, slice(rows.start + k, high), valid_N[rows]))
+    return spans
+
+
 class _Unrolled(torch.autograd.Function):
     """Value and gradient in one walk over chunks of places; backward only scales what forward has computed."""
 
@@ -127,30 +150,37 @@ class _Unrolled(torch.autograd.Function):
         kernel: Kernel,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         depth, starts, _ = hidden_KND.shape
-        weight = weight_WD.to(hidden_KND.dtype)
-        scale_K = weights_K.tolist()
+        weight, scale_K = weight_WD.to(hidden_KND.dtype), weights_K.to(wide(weight_WD))
         loss_K = wide(weight_WD).new_zeros(depth)
         match_KN = torch.zeros(depth, starts, dtype=torch.bool, device=hidden_KND.device)
         overlap_KN = wide(hidden_KND).new_zeros(depth, starts)
         hidden_grad = torch.zeros_like(hidden_KND)
         weight_grad = torch.zeros_like(wide(weight_WD))
         for low in range(0, starts, CHUNK):
-            high = min(starts, low + CHUNK)
-            p_CW = target.probs(low, high)
-            for k in range(depth):
-                rows = slice(max(0, low - k), high - k)
-                valid_C = valid_KN[k, rows]
-                if not bool(valid_C.any()):
-                    continue
-                places = slice(rows.start + k, high)
-                logits_CW = wide(hidden_KND[k, rows] @ weight.T)
-                match_KN[k, rows] = (logits_CW.argmax(-1) == target.token_N[places]) & valid_C
-                loss_C, gradient_CW, overlap_C = kernel(logits_CW, p_CW[places.start - low :])
+            p_CW, negentropy_C = target.probs(low, min(starts, low + CHUNK))
+            spans = _spans(low, min(starts, low + CHUNK), valid_KN)
+            # One product for all passes over these places, and the rows of a pass are a view of it.
+            hidden_RD = torch.cat([hidden_KND[span.k, span.rows] for span in spans])
+            logits_RW = hidden_RD @ weight.T
+            gradient_RW = torch.empty_like(logits_RW)
+            for span, logits, gradient in zip(
+                spans,
+                *(states.split([len(span.valid_C) for span in spans]) for states in (logits_RW, gradient_RW)),
+                strict=True,
+            ):
+                k, rows, valid_C, here = span.k, span.rows, span.valid_C, slice(span.places.start - low, None)
+                logits_CW = wide(logits)
+                match_KN[k, rows] = (logits_CW.max(-1).indices == target.token_N[span.places]) & valid_C
+                loss_C, gradient_CW, overlap_C = kernel(logits_CW, p_CW[here], negentropy_C[here])
                 loss_K[k] += (loss_C * valid_C).sum()
                 overlap_KN[k, rows] = overlap_C * valid_C
-                gradient = gradient_CW.mul_(valid_C[:, None] * scale_K[k]).to(weight.dtype)
-                hidden_grad[k, rows] = gradient @ weight
-                weight_grad += gradient.T @ hidden_KND[k, rows]
+                gradient.copy_(gradient_CW)
+            # Depth weights and invalid pairs scale rows: cheaper on the states than on the logits.
+            scale_R1 = torch.cat([scale_K[span.k] * span.valid_C for span in spans])[:, None].to(weight.dtype)
+            grad_RD = (gradient_RW @ weight).mul_(scale_R1)
+            for span, grad in zip(spans, grad_RD.split([len(span.valid_C) for span in spans]), strict=True):
+                hidden_grad[span.k, span.rows] = grad
+            weight_grad += gradient_RW.T @ hidden_RD.mul_(scale_R1)
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight_WD.dtype
         ctx.mark_non_differentiable(loss_K, match_KN, overlap_KN)

@@ -73,7 +73,10 @@ def bench_decode(cfg: DictConfig) -> None:
             settings = DecodeSettings(gamma=gamma, max_new_tokens=plan.max_new_tokens, seed=cfg.seed)
             traces = interleaved(target, requests, {"head": head, "none": None}, replace(settings, rows=1))
             found = measure(traces["head"], gamma=gamma, plain=traces["none"])
-            rates = {name: sum(len(t.tokens) for t in ts) / sum(t.seconds for t in ts) for name, ts in traces.items()}
+            rates = {
+                name: sum(t.decoded_tokens for t in ts) / sum(t.decoding_seconds for t in ts)
+                for name, ts in traces.items()
+            }
             speedup = found.speedup
             interval = "" if speedup is None or speedup.low is None else f" [{speedup.low:.2f}, {speedup.high:.2f}]"
             print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -152,11 +153,21 @@ def test_speedup_is_the_ratio_of_summed_seconds_at_equal_texts() -> None:
 
 
 def test_speedup_compares_rates_where_texts_differ_in_length() -> None:
-    drafted = trace_of([Round(4, 4)] * 2, seconds=1.0)  # 11 tokens in 1 s
+    drafted = trace_of([Round(4, 4)] * 2, seconds=1.0)  # 11 tokens in 1 s, one of them from the prompt's forward
     plain = plain_of(trace_of([Round(0, 0)] * 4))  # 5 tokens, in 0.1 s
     m = measure([drafted], gamma=4, plain=[plain])
-    assert m.speedup is not None and m.speedup.value == pytest.approx((11 / 1.0) / (5 / 0.1))
+    assert m.speedup is not None and m.speedup.value == pytest.approx((10 / 1.0) / (4 / 0.1))
+    assert m.speedup_with_prompt is not None and m.speedup_with_prompt.value == pytest.approx((11 / 1.0) / (5 / 0.1))
     assert m.paired_equal_texts == 0
+
+
+def test_speedup_is_that_of_decoding_and_the_prompt_only_dilutes_it() -> None:
+    """1 s for the prompt either way; 10 tokens in 1 s with the draft, in 2 s without."""
+    fast = replace(trace_of([Round(4, 4)] * 2, seconds=2.0), prompt_seconds=1.0)
+    slow = replace(plain_of(fast), seconds=3.0, prompt_seconds=1.0)
+    m = measure([fast], gamma=4, plain=[slow])
+    assert m.speedup is not None and m.speedup.value == pytest.approx(2.0)
+    assert m.speedup_with_prompt is not None and m.speedup_with_prompt.value == pytest.approx(1.5)
 
 
 def test_only_requests_decoded_both_ways_enter_the_speedup() -> None:

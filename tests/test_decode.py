@@ -65,12 +65,12 @@ class Oracle:
 
     needs = FeatureNeeds(taps=(), last=False, judged=True)
 
-    def __init__(self, texts: list[list[int]], tree: bool = False) -> None:
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], tree: bool = False) -> None:
         self.texts, self.tree = texts, tree
         self.judged = []
 
     def start(self, prompts):
-        return {"done": [1 - len(prompt) for prompt in prompts]}
+        return {"done": [1 - len(prompt) for prompt in prompts], "texts": [self.texts[prompt] for prompt in prompts]}
 
     def commit(self, state, committed) -> None:
         state["done"] = [a + int(b) for a, b in zip(state["done"], committed.count_B, strict=True)]
@@ -78,7 +78,7 @@ class Oracle:
 
     def propose(self, state, depth, draw) -> Proposal:
         rows = []
-        for text, done in zip(self.texts, state["done"], strict=True):
+        for text, done in zip(state["texts"], state["done"], strict=True):
             ahead = (text[done : done + depth] + [0] * depth)[:depth]
             if self.tree:
                 rows.append([token for truth in ahead for token in ((truth + 1) % 96, truth)])
@@ -90,8 +90,9 @@ class Oracle:
         return Proposal(torch.tensor(rows), parents, torch.full((len(rows),), 2 * depth))
 
 
-def draft(kind: str, target: FrozenTarget, texts: list[list[int]]):
+def draft(kind: str, target: FrozenTarget, batch: list[Request], truth: list[list[int]]):
     """A proposer by name."""
+    texts = {request.prompt: text for request, text in zip(batch, truth, strict=True)}
     return {
         "none": lambda: None,
         "eagle3": lambda: make_head(target),
@@ -111,10 +112,9 @@ def draft(kind: str, target: FrozenTarget, texts: list[list[int]]):
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_greedy_text_is_the_targets_own(known, family: str, kind: str, rows: int) -> None:
     target, truth = known(family)
-    batch = requests()[:rows] if "oracle" in kind else requests()
-    proposer = draft(kind, target, truth[:rows])
-    traces = decode(target, batch, proposer, DecodeSettings(gamma=4, max_new_tokens=NEW, rows=rows))
-    assert [trace.tokens for trace in traces] == truth[: len(batch)]
+    proposer = draft(kind, target, requests(), truth)
+    traces = decode(target, requests(), proposer, DecodeSettings(gamma=4, max_new_tokens=NEW, rows=rows))
+    assert [trace.tokens for trace in traces] == truth
     for trace in traces:
         assert 1 + sum(r.emitted for r in trace.rounds) == len(trace.tokens)
         assert trace.finish == ("stop" if trace.tokens[-1] == 2 else "length")
@@ -132,7 +132,7 @@ def test_greedy_text_under_penalty_and_ban(known, kind: str, rule: dict) -> None
     option = {"suppress_tokens": list(rule["banned"])} if "banned" in rule else rule
     truth = [generated(target, request, **option) for request in requests()]
     settings = DecodeSettings(gamma=4, sampling=Sampling(**rule), max_new_tokens=NEW, rows=4)
-    traces = decode(target, requests(), draft(kind, target, truth), settings)
+    traces = decode(target, requests(), draft(kind, target, requests(), truth), settings)
     assert [trace.tokens for trace in traces] == truth != plain
 
 
@@ -155,10 +155,9 @@ def test_stop_strings_end_a_text_inside_a_round(known, monkeypatch, kind: str) -
     words = target.tokenizer.convert_ids_to_tokens(plain[0])
     stops = ["".join(words[4:7]) + words[7][:1], "".join(words[15:17])]
     truth = [generated(target, request, stop_strings=stops, tokenizer=target.tokenizer) for request in requests()]
-    batch = requests()[:4] if "oracle" in kind else requests()
     settings = DecodeSettings(gamma=4, max_new_tokens=NEW, rows=4, stop_strings=tuple(stops))
-    traces = decode(target, batch, draft(kind, target, plain[:4]), settings)
-    assert [trace.tokens for trace in traces] == truth[: len(batch)] != plain[: len(batch)]
+    traces = decode(target, requests(), draft(kind, target, requests(), plain), settings)
+    assert [trace.tokens for trace in traces] == truth != plain
     assert traces[0].finish == "stop" and len(truth[0]) < NEW
 
 
@@ -173,7 +172,7 @@ def test_a_prompt_in_chunks_is_the_whole_prompt(known, kind: str) -> None:
     """Same texts and same rounds, so the features are the same too."""
     target, truth = known()
     found = [
-        decode(target, requests(), draft(kind, target, truth), settings)
+        decode(target, requests(), draft(kind, target, requests(), truth), settings)
         for settings in (
             DecodeSettings(gamma=3, max_new_tokens=NEW, rows=3),
             DecodeSettings(gamma=3, max_new_tokens=NEW, rows=3, prefill_chunk=4),
@@ -189,7 +188,7 @@ def test_sliding_window_and_soft_cap(tmp_path, monkeypatch, kind: str) -> None:
     target = load_tiny(tmp_path, "gemma2")
     truth = [generated(target, request) for request in requests(4)]
     settings = DecodeSettings(gamma=4, max_new_tokens=NEW, rows=4, prefill_chunk=5)
-    traces = decode(target, requests(4), draft(kind, target, truth), settings)
+    traces = decode(target, requests(4), draft(kind, target, requests(4), truth), settings)
     assert [trace.tokens for trace in traces] == truth
 
 
@@ -201,7 +200,7 @@ def test_a_draft_that_reaches_past_the_context(known, kind: str) -> None:
     truth = [generated(target, request)]
     for gamma in (4, 60):
         settings = DecodeSettings(gamma=gamma, max_new_tokens=NEW)
-        assert decode(target, [request], draft(kind, target, truth), settings)[0].tokens == truth[0]
+        assert decode(target, [request], draft(kind, target, [request], truth), settings)[0].tokens == truth[0]
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=["plain", "norm_before_residual", "v3.1"])
@@ -243,7 +242,7 @@ def test_sampled_tokens_follow_the_target(known, kind: str, sampling: Sampling, 
     """The first three tokens after a fixed prompt, through the whole loop: χ² against exact probabilities."""
     target, _ = known()
     settings = LawSettings(sampling, verifier, copies=1500, length=3, gamma=3, seed=7)
-    outcome = law_after(target, (9, 10, 11, 9, 10), draft(kind, target, []), settings)
+    outcome = law_after(target, (9, 10, 11, 9, 10), draft(kind, target, [], []), settings)
     assert outcome.impossible == 0 and outcome.p_value > 1e-4, outcome
 
 
@@ -268,7 +267,7 @@ def test_gamma_zero_and_no_proposer_decode_plainly(known) -> None:
 def test_a_tree_round_counts_what_could_be_accepted_along_its_path(known) -> None:
     """At a leaf nothing more was proposed; above one the rest of the path was."""
     target, truth = known()
-    oracle = Oracle(truth[:1], tree=True)
+    oracle = draft("oracle tree", target, requests(), truth)
     trace = decode(target, requests(1), oracle, DecodeSettings(gamma=3, max_new_tokens=NEW))[0]
     assert {(r.proposed, r.accepted) for r in trace.rounds[:-1]} == {(3, 3)}
 
@@ -276,7 +275,7 @@ def test_a_tree_round_counts_what_could_be_accepted_along_its_path(known) -> Non
 def test_the_judged_block_is_handed_to_who_asks_for_it(known) -> None:
     """Root first, parents with it, and the target's own states: its next token after each node."""
     target, truth = known()
-    oracle = Oracle(truth[:2], tree=True)
+    oracle = draft("oracle tree", target, requests(), truth)
     decode(target, requests(2), oracle, DecodeSettings(gamma=2, max_new_tokens=8, rows=2))
     assert oracle.judged[0] is None
     judged = oracle.judged[1]
@@ -346,4 +345,4 @@ def test_a_proposal_that_is_no_tree_stops_with_a_sentence(known) -> None:
             return Proposal(tokens, torch.tensor([-1, 2, 1]), torch.tensor([3]))
 
     with pytest.raises(UserError, match="no cycle"):
-        decode(target, requests(1), Cyclic(truth[:1]), DecodeSettings(max_new_tokens=NEW))
+        decode(target, requests(1), Cyclic({requests()[0].prompt: truth[0]}), DecodeSettings(max_new_tokens=NEW))
