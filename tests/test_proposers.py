@@ -31,7 +31,7 @@ from tests.tiny import FAMILIES, VOCABULARY, load_tiny, save_tiny
 
 RIVALS = sorted(path.stem for path in (e2e.ROOT / "conf/rival").glob("*.yaml"))
 TEXT_ONLY = ("prompt_lookup", "draft_model", "early_exit", "given_prediction")
-"""Rivals whose proposals are a function of the text alone; the others remember what the target said of wrong guesses."""
+"""Rivals that look at nothing but the text; the others remember what the target said of rejected ones."""
 
 
 def test_all_rivals_are_found() -> None:
@@ -85,7 +85,7 @@ def near(source: Path, goal: Path) -> Path:
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.01 * torch.randn_like(parameter))
+            parameter.add_(0.005 * torch.randn_like(parameter))
     model.save_pretrained(goal)
     for file in source.glob("token*"):
         (goal / file.name).write_bytes(file.read_bytes())
@@ -103,7 +103,9 @@ def tokens_per_round(traces: list[RequestTrace]) -> float:
 def test_greedy_text_is_the_targets_own(scene: Scene, name: str) -> None:
     """In fp64, alone and four together; and the neighbours in a batch change no round."""
     rival = scene.rival(name)
-    runs = [decode(scene.target, requests(), rival, DecodeSettings(4, max_new_tokens=NEW, rows=rows)) for rows in (1, 4)]
+    runs = [
+        decode(scene.target, requests(), rival, DecodeSettings(4, max_new_tokens=NEW, rows=rows)) for rows in (1, 4)
+    ]
     for traces in runs:
         assert [trace.tokens for trace in traces] == scene.truths
     assert [trace.rounds for trace in runs[0]] == [trace.rounds for trace in runs[1]]
@@ -143,7 +145,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole(llama: Scene) -> None:
 def test_rivals_gain_what_they_should(llama: Scene) -> None:
     """Those that know the text, or were made near the target, propose much that stands."""
     settings = DecodeSettings(4, max_new_tokens=NEW, rows=5)
-    for name, least in (("draft_model", 2.0), ("given_prediction", 2.0)):
+    for name, least in (("draft_model", 1.5), ("given_prediction", 2.0)):
         assert tokens_per_round(decode(llama.target, requests(), llama.rival(name), settings)) > least
 
 
@@ -157,7 +159,7 @@ def committed(rows: list[list[int]]) -> Committed:
     return Committed(torch.tensor(padded), nothing, nothing, torch.tensor([len(row) for row in rows]))
 
 
-def spoken(logits_BW: Tensor) -> tuple[Tensor, Tensor]:
+def spoken(logits_BW: Tensor, **unused: Any) -> tuple[Tensor, Tensor]:
     """The argmax, and the whole distribution, so that both can be compared."""
     return logits_BW.argmax(-1), logits_BW.softmax(-1)
 
@@ -172,7 +174,9 @@ def test_the_state_after_rejections_is_that_of_the_text(llama: Scene, name: str)
     new = [[*prompt[1:], truth[0]] for prompt, truth in zip(prompts, llama.truths[:3], strict=True)]
     for _ in range(12):
         rival.commit(state, committed(new))
-        texts = [text + row[-(len(row) - skip) :] for text, row, skip in zip(texts, new, skips(prompts, texts), strict=True)]
+        texts = [
+            text + row[-(len(row) - skip) :] for text, row, skip in zip(texts, new, skips(prompts, texts), strict=True)
+        ]
         proposal = rival.propose(state, 4, spoken)
         fresh = rival.start(prompts)
         rival.commit(fresh, committed([prompt[1:] + text for prompt, text in zip(prompts, texts, strict=True)]))

@@ -98,7 +98,9 @@ class DraftModel:
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         for _ in range(depth):
-            index_B, q_BW = draw(self._last_logits(state.cache, ids_BN, counts))
+            drafted_BK = torch.stack(tokens, 1) if tokens else None
+            logits_BW = self._last_logits(state.cache, ids_BN, counts)
+            index_B, q_BW = draw(logits_BW, drafted_BK=drafted_BK, vocab=self.vocab)
             tokens.append(index_B)
             if q_BW is not None:
                 probs.append(self.vocab.scatter(q_BW))

@@ -36,7 +36,7 @@ class Jacobi:
     def commit(self, state: list[JacobiRow], committed: Committed) -> None:
         """The target's words after the nodes beyond the first rejected one: those after accepted ones are settled."""
         for row, tokens in zip(state, settled(committed), strict=True):
-            row.last, row.guesses = tokens[-1], []
+            row.last, row.guesses = (tokens or [row.last])[-1], []
         judged = committed.judged
         if judged is None:
             return

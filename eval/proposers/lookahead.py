@@ -77,7 +77,7 @@ class Lookahead:
     def _tree(self, row: LookaheadRow, depth: int) -> list[tuple[int, int]]:
         """(token, parent) of each node; equal branches are one."""
         columns = min(self.window, depth + 1)
-        if not row.levels:
+        if [len(row.levels), *map(len, row.levels[:1])] != [depth + 2 - columns, columns]:  # new, or the context ends
             dice = random.Random(0)  # the first guesses may be anything
             row.levels = [[dice.choice(row.text) for _ in range(columns)] for _ in range(depth + 2 - columns)]
         row.levels[0][:1] = row.text[-1:]
