@@ -8,6 +8,7 @@ from scipy.stats import chisquare
 
 from eval.verify import Sampling, verify_greedy, verify_sampled
 from heads.artifact import UserError
+from heads.base import Proposal
 
 V, LENGTH, ROWS = 4, 3, 40_000
 SAMPLINGS = {
@@ -106,7 +107,7 @@ def test_controls_are_caught(control: str) -> None:
 def test_greedy_is_not_soft_acceptance() -> None:
     """At T = 0 a draft that is not the argmax is never accepted, however likely the target finds it."""
     logits = torch.tensor([[[1.0, 1.01, 0.0], [0.0, 0.0, 3.0]]])
-    verdict = verify_greedy(logits, torch.tensor([[0]]), torch.tensor([1]))
+    verdict = verify_greedy(logits, Proposal.chain(torch.tensor([[0]])))
     assert verdict.accepted_B.tolist() == [0] and verdict.next_B.tolist() == [1]
 
 
@@ -116,7 +117,7 @@ def test_greedy_rows_padding_and_bonus() -> None:
         for node, token in enumerate((4, 2, 1)):
             logits[row, node, token] = 1
     tokens = torch.tensor([[4, 2], [4, 3], [4, 2]])
-    verdict = verify_greedy(logits, tokens, torch.tensor([2, 2, 1]))
+    verdict = verify_greedy(logits, Proposal.chain(tokens, torch.tensor([2, 2, 1])))
     assert verdict.accepted_B.tolist() == [2, 1, 1]  # the third row's second token is padding
     assert verdict.next_B.tolist() == [1, 2, 2]
 
