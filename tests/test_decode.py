@@ -100,15 +100,15 @@ def test_sampled_tokens_follow_the_target(tmp_path, kind: str) -> None:
         key = tuple(trace.tokens)
         counts[key] = counts.get(key, 0) + 1
     chi, cells = 0.0, 0
-    for key, exact in sequences(target, prompt, sampling).items():
+    for key, exact in _sequences(target, prompt, sampling).items():
         expected = exact * copies
         if expected >= 5:
             chi, cells = chi + (counts.get(key, 0) - expected) ** 2 / expected, cells + 1
-    assert set(counts) <= set(sequences(target, prompt, sampling))
+    assert set(counts) <= set(_sequences(target, prompt, sampling))
     assert chi < cells + 5 * (2 * cells) ** 0.5, f"χ² {chi:.1f} over {cells} cells"
 
 
-def sequences(target: FrozenTarget, prompt: tuple[int, ...], sampling: Sampling) -> dict[tuple[int, ...], float]:
+def _sequences(target: FrozenTarget, prompt: tuple[int, ...], sampling: Sampling) -> dict[tuple[int, ...], float]:
     """Exact probability of every text of three tokens (fewer where it ends)."""
     open_, done = {(): 1.0}, {}
     for _ in range(3):
