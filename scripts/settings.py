@@ -91,6 +91,8 @@ def check_node(cfg: DictConfig, key: str) -> None:
     """Check the values of a node against the annotations of its `_target_`."""
     from heads.artifact import UserError
 
+    if missing := sorted(OmegaConf.missing_keys(_node(cfg, key))):
+        raise UserError(f"{key} needs {key}.{missing[0]}=<a value>; what it means stands in its file under conf/.")
     values = plain(_node(cfg, key))
     module, _, name = str(values["_target_"]).rpartition(".")
     try:

@@ -45,7 +45,11 @@ def test_all_files_are_found() -> None:
 @pytest.mark.parametrize(("group", "name"), OPTIONS)
 def test_every_option_composes_and_its_values_are_right(group: str, name: str) -> None:
     """Names and types are those of what it builds."""
-    needed = ["target.path=some/folder"] if (group, name) == ("target", "custom") else []
+    needed = {
+        "custom": ["target.path=some/folder"],
+        "draft_model": ["rivals.draft_model.path=some/folder"],
+        "given_prediction": ["rivals.given_prediction.path=some/file"],
+    }.get(name, [])
     chosen = f"{group}=[{name}]" if group == "rival" else f"{group}={name}"
     cfg = e2e.config(chosen, *needed, name=ROOTS.get(group, "config"))
     if group != "experiment":

@@ -21,15 +21,11 @@ from heads.target import DTYPES, FrozenTarget
 from heads.vocab import DraftVocabulary
 
 
-def draft_model(*, target: FrozenTarget, path: str | None = None) -> DraftModel | TranslatedDraft:
+def draft_model(*, target: FrozenTarget, path: str) -> DraftModel | TranslatedDraft:
     """The model at `path` (a folder, a Hub id or a .gguf file) as a draft, in the target's number format.
 
     Raises UserError when there is no such model, or when neither its vocabulary nor its text fits the target's.
     """
-    if path is None:
-        raise UserError(
-            "rival=draft_model needs rivals.draft_model.path=<folder, Hub id or .gguf file> of a causal language model."
-        )
     dtype = next(name for name, dtype in DTYPES.items() if dtype == target.dtype)
     try:
         model = FrozenTarget.load(path, dtype=dtype, device=str(target.device))

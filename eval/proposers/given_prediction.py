@@ -46,9 +46,7 @@ class GivenPrediction:
 
     needs = FeatureNeeds(taps=(), last=False)
 
-    def __init__(
-        self, *, target: FrozenTarget, requests: Sequence[Request], path: str | None = None, max_ngram: int = 4
-    ) -> None:
+    def __init__(self, *, target: FrozenTarget, requests: Sequence[Request], path: str, max_ngram: int = 4) -> None:
         if max_ngram < 1:
             raise UserError(f"rivals.given_prediction.max_ngram={max_ngram} must be at least 1.")
         self.max_ngram = max_ngram
@@ -102,12 +100,8 @@ class GivenPrediction:
         return row.place + 1  # as if one token had been replaced by another
 
 
-def read_predictions(path: str | None) -> dict[str, str]:
+def read_predictions(path: str) -> dict[str, str]:
     """Predicted text by request id. Raises UserError naming the line that is wrong."""
-    if path is None:
-        raise UserError(
-            'rival=given_prediction needs rivals.given_prediction.path=<file of JSON lines {"id": …, "prediction": …}>.'
-        )
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
