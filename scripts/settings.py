@@ -92,7 +92,7 @@ def check_node(cfg: DictConfig, key: str) -> None:
     from heads.artifact import UserError
 
     if missing := sorted(OmegaConf.missing_keys(_node(cfg, key))):
-        raise UserError(f"{key} needs {key}.{missing[0]}=<a value>; what it means stands in its file under conf/.")
+        raise UserError(f"{key} needs {missing[0]}=<a value>; its file under conf/ says which.")
     values = plain(_node(cfg, key))
     module, _, name = str(values["_target_"]).rpartition(".")
     try:

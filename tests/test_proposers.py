@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from eval.trace import RequestTrace
 from heads.artifact import UserError
 from heads.base import Committed
 from heads.target import FrozenTarget
+from scripts import evaluate
 from scripts.rivals import build_rivals, rivals_identity
 from tests import e2e
 from tests.test_decode import NEW, generated, requests
@@ -272,6 +274,33 @@ def test_a_prediction_finds_its_place_again(llama: Scene, tmp_path: Path) -> Non
         rival.commit(state, committed([prompt[1:] + answer]))
         proposal = rival.propose(state, 3, spoken)
         assert proposal.tokens_BN[0, : proposal.count_B[0]].tolist() == follows, answer
+
+
+def test_every_rival_has_its_rows_in_the_report(
+    finished: e2e.Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `python -m scripts.evaluate` writes them, greedy and sampled, identical to the target's own texts."""
+    place = finished.place.at(tmp_path)
+    for stage in ("traffic", "head"):
+        shutil.copytree(finished.place.run / stage, place.run / stage)
+    monkeypatch.chdir(tmp_path)
+    held_out = map(json.loads, (place.run / "traffic/held_out.jsonl").read_text().splitlines())
+    predictions = e2e.write_rows(tmp_path / "p.jsonl", [{"id": row["id"], "prediction": "w1 w2"} for row in held_out])
+    evaluate.run(
+        e2e.config(
+            *place.overrides,
+            f"rival=[{','.join(RIVALS)}]",
+            f"rivals.draft_model.path={place.target}",
+            f"rivals.given_prediction.path={predictions}",
+            *("eval.dtypes=[float32]", "eval.gammas=[]", "eval.max_new_tokens=8", "eval.timed_requests=2"),
+        )
+    )
+    rows = [row for row in e2e.report(place)["results"] if row["slice"] == "all"]
+    assert {row["proposer"] for row in rows} == {"eagle3", "none", *RIVALS}
+    assert len(rows) == 2 * (2 + len(RIVALS))
+    assert all(row["identical_requests"] == row["requests"] for row in rows if row["temperature"] == 0)
+    by_name = {row["proposer"]: row for row in rows if row["temperature"] == 0}
+    assert by_name["draft_model"]["alpha"]["value"] == 1  # it is the target
 
 
 # ---- settings and mistakes --------------------------------------------------------------------------------------
