@@ -2,6 +2,7 @@
 
 python -m scripts.evaluate name=mine
 python -m scripts.evaluate name=mine head_dir=runs/other/head eval.gamma=3
+python -m scripts.evaluate name=mine 'rival=[prompt_lookup,early_exit,lookahead]'
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from scripts.common import load_target, script
+from scripts.rivals import build_rivals, rivals_identity
 from scripts.settings import build, plain
 
 if TYPE_CHECKING:
@@ -43,13 +45,20 @@ def run(cfg: DictConfig) -> None:
             requests=requests,
             plan=plan,
             folder=folder / "traces",
-            identity={"head": head_facts["sha256"], "target": head_facts["target"]["weights"]},
+            identity={
+                "head": head_facts["sha256"],
+                "target": head_facts["target"]["weights"],
+                "rivals": rivals_identity(cfg),
+            },
             load_target=lambda dtype: load_target(cfg, dtype),
-            make_proposers=lambda target: proposers(name, head_dir, target),
+            make_proposers=lambda target: {
+                **proposers(name, head_dir, target),
+                **build_rivals(cfg, target, requests),
+            },
             announce=steps.begin,
             progress=steps.advance,
         )
-        runs = suite.run([name, "prompt_lookup"])
+        runs = suite.run([name, *map(str, cfg.rivals)])
     report = build_report(
         runs=runs,
         target={"path": cfg.target.path, **head_facts["target"]},
@@ -89,15 +98,14 @@ def held_out_requests(cfg: DictConfig) -> list[Request]:
 
 
 def proposers(name: str, head_dir: Path, target: FrozenTarget) -> Mapping[str, Proposer]:
-    """The head, and what costs nothing, ready for this target."""
-    from eval.proposers.prompt_lookup import PromptLookup
+    """The head by its name, ready for this target."""
     from heads.checkpoint import load_head
     from heads.packed import pack_linears
 
     head: Any = load_head(head_dir, target=target).to(device=target.device, dtype=target.dtype)
     head.attach(target.weights)
     pack_linears(head)
-    return {name: head, "prompt_lookup": PromptLookup()}
+    return {name: head}
 
 
 @script()
