@@ -256,7 +256,7 @@ class _Batch:
         proposal = self.proposer.propose(state, min(self.settings.gamma, left), self._draw)
         self.clock.draft += self._now() - started
         proposal.check()
-        return proposal
+        return proposal.trimmed()
 
     def _settle(self, row: _Row, index: int, proposal: Proposal, verdict: Verdict) -> None:
         """Add a round's tokens to a row's text, up to the end of text or the length limit."""

@@ -82,12 +82,12 @@ class Sampling:
             warpers.append(TopPLogitsWarper(self.top_p))
         if self.min_p > 0:
             warpers.append(MinPLogitsWarper(self.min_p))
-        return torch.softmax(self._apply(warpers, self.scores(wide(logits), text_RL), None), dim=-1)
+        return torch.softmax(self._apply(warpers, wide(self.scores(logits, text_RL)), None), dim=-1)
 
     def _apply(self, processors: LogitsProcessorList, logits: Tensor, text_RL: Tensor | None) -> Tensor:
         if not processors:
             return logits
-        rows = logits.reshape(-1, logits.shape[-1])
+        rows = wide(logits).reshape(-1, logits.shape[-1])  # as `generate` does
         if text_RL is None:
             assert not any(isinstance(one, RepetitionPenaltyLogitsProcessor) for one in processors), "a text is needed"
             text_RL = torch.zeros(len(rows), 0, dtype=torch.long, device=rows.device)

@@ -114,7 +114,7 @@ def best_static_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> Stati
 
     acceptance[depth][rank] as `RankCounter` measures it. The value of a node is the product along its path; taking the
     best node whose parent is taken, again and again, is optimal, for no child is worth more than its parent (Medusa,
-    arXiv 2401.10774, section 2.3.2). Raises UserError when there are fewer nodes than asked for or nothing was counted.
+    arXiv 2401.10774, section 2.3.3). Raises UserError when there are fewer nodes than asked for or nothing was counted.
     """
     whole = sum(len(acceptance[0]) ** depth for depth in range(1, len(acceptance) + 1))
     if not 1 <= nodes <= whole or not any(map(any, acceptance)):

@@ -169,6 +169,14 @@ class Proposal:
         steps_N = torch.arange(self.tokens_BN.shape[1], device=self.parents_N.device) - 1
         return torch.equal(self.parents_N, steps_N.expand(self.parents_N.shape))
 
+    def trimmed(self) -> Proposal:
+        """The same without the nodes that are padding in every row."""
+        longest = int(self.count_B.max())
+        if longest == self.tokens_BN.shape[1]:
+            return self
+        probs_BNV = None if self.probs_BNV is None else self.probs_BNV[:, :longest]
+        return Proposal(self.tokens_BN[:, :longest], self.parents_N[..., :longest], self.count_B, probs_BNV)
+
     def check(self) -> None:
         """Raises UserError when this is no tree, or when what it was drawn from is no distribution."""
         nodes = self.tokens_BN.shape[1]
@@ -177,6 +185,8 @@ class Proposal:
                 f"A proposal of {nodes} nodes has parents of shape {list(self.parents_N.shape)}; "
                 f"give [{nodes}] for one tree or {list(self.tokens_BN.shape)} for one tree per row."
             )
+        if ((self.count_B < 0) | (self.count_B > nodes)).any():
+            raise UserError(f"A proposal of {nodes} nodes counts {self.count_B.tolist()}; give 0 to {nodes} per row.")
         order_N = torch.arange(nodes, device=self.parents_N.device)
         wrong = (self.parents_N >= order_N) | (self.parents_N < -1)
         if wrong.any():

@@ -139,19 +139,9 @@ def ancestry(parents_N: Tensor) -> tuple[Tensor, Tensor]:
     """Depth of each node [N] (roots have 0) and the mask [N, N] of who is an ancestor of whom, itself included; for
     one tree per row all of them have the rows in front."""
     nodes = parents_N.shape[-1]
-    depth_N = torch.zeros(parents_N.shape, dtype=torch.long)
-    inside_NN = torch.eye(nodes, dtype=torch.bool).expand(*parents_N.shape, nodes).clone()
     assert bool((parents_N < torch.arange(nodes)).all()), "parents come before their children"
-    if parents_N.dim() == 1:
-        for node, parent in enumerate(parents_N.tolist()):
-            if parent >= 0:
-                depth_N[node] = depth_N[parent] + 1
-                inside_NN[node] |= inside_NN[parent]
-        return depth_N, inside_NN
-    each_B = torch.arange(len(parents_N))
-    for node in range(nodes):
-        above_B = parents_N[:, node]
-        below = above_B >= 0
-        depth_N[below, node] = depth_N[each_B, above_B][below] + 1
-        inside_NN[below, node] |= inside_NN[each_B, above_B][below]
-    return depth_N, inside_NN
+    above_NN = torch.nn.functional.one_hot(parents_N + 1, nodes + 1)[..., 1:].float()
+    inside_NN = above_NN + torch.eye(nodes)
+    for _ in range(nodes.bit_length()):  # each turn doubles how far up a node sees
+        inside_NN = (inside_NN @ inside_NN).clamp(max=1)
+    return inside_NN.sum(-1).long() - 1, inside_NN > 0

@@ -2,7 +2,7 @@
 
 Two kinds of tree. `DynamicTree` is EAGLE-2's (arXiv 2406.16858, section 4): at each depth the nodes of the highest
 cumulative draft probability are expanded, and in the end the best of all nodes are kept. `StaticTree` has the same
-shape in every round (Medusa, arXiv 2401.10774, section 2.3.2). Nodes are chosen, never drawn, so that both are
+shape in every round (Medusa, arXiv 2401.10774, section 2.3.3). Nodes are chosen, never drawn, so that both are
 verified by the rule for deterministic siblings at any temperature.
 
 The head is a step function here: given nodes, their parents among the nodes of the last step and which nodes of this

@@ -272,6 +272,21 @@ def test_a_tree_round_counts_what_could_be_accepted_along_its_path(known) -> Non
     assert {(r.proposed, r.accepted) for r in trace.rounds[:-1]} == {(3, 3)}
 
 
+def test_nodes_that_are_padding_in_every_row_are_left_out(known) -> None:
+    """Same text, and nothing of them is proposed or judged."""
+    target, truth = known()
+
+    class Padded(Oracle):
+        def propose(self, state, depth, draw) -> Proposal:
+            return replace(super().propose(state, depth, draw), count_B=torch.tensor([1, 2]))
+
+    proposer = Padded({request.prompt: text for request, text in zip(requests(), truth, strict=True)})
+    traces = decode(target, requests(2), proposer, DecodeSettings(gamma=4, max_new_tokens=NEW, rows=2))
+    assert [trace.tokens for trace in traces] == truth[:2]
+    assert [max(r.proposed for r in trace.rounds) for trace in traces] == [1, 2]
+    assert proposer.judged[1].tokens_BN.shape[1] == 3
+
+
 def test_the_judged_block_is_handed_to_who_asks_for_it(known) -> None:
     """Root first, parents with it, and the target's own states: its next token after each node."""
     target, truth = known()

@@ -213,12 +213,21 @@ def test_how_far_a_tree_goes_on() -> None:
     assert height(parents, 3, -1) == 2 and height([], 0, -1) == 0
 
 
-def test_ancestry_of_one_tree_is_that_of_rows() -> None:
-    trees = torch.tensor([[-1, 0, -1, 2, 1], [-1, -1, -1, 0, 3]])
+def test_ancestry_is_what_walking_up_finds() -> None:
+    """One tree and one tree per row, against a walk from each node to its root."""
+    generator = torch.Generator().manual_seed(0)
+    trees = torch.stack([(torch.rand(3, generator=generator) * (node + 1)).long() - 1 for node in range(40)], 1)
     depths, inside = ancestry(trees)
-    for row, parents in enumerate(trees):
-        depth, own = ancestry(parents)
-        assert torch.equal(depths[row], depth) and torch.equal(inside[row], own)
+    for row, parents in enumerate(trees.tolist()):
+        for node in range(40):
+            walk = [node]
+            while parents[walk[-1]] >= 0:
+                walk.append(parents[walk[-1]])
+            assert inside[row, node].nonzero()[:, 0].tolist() == sorted(walk)
+            assert int(depths[row, node]) == len(walk) - 1
+        assert all(
+            torch.equal(ours, one) for ours, one in zip((depths[row], inside[row]), ancestry(trees[row]), strict=True)
+        )
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------

@@ -249,6 +249,8 @@ def test_what_is_no_tree_is_refused(parents: list[int], words: str) -> None:
     proposal = Proposal(torch.tensor([[1, 2, 3]]), torch.tensor(parents), torch.tensor([3]))
     with pytest.raises(UserError, match=words):
         proposal.check()
+    with pytest.raises(UserError, match="0 to 3 per row"):
+        Proposal.chain(torch.tensor([[1, 2, 3]]), torch.tensor([4])).check()
     with pytest.raises(UserError, match="parents of shape"):
         Proposal(torch.tensor([[1, 2, 3]]), torch.tensor([-1, 0]), torch.tensor([3])).check()
 
