@@ -81,7 +81,6 @@ def test_the_exit_code_says_whether_it_passed(finished: e2e.Finished, monkeypatc
         ("prove.samples=10", "at least 1000"),
         ("prove.gamma=four", "prove.gamma"),
         ("prove.tree={top_k:0,nodes:4}", "at least 1"),
-        ("prove.tree={k:4}", "top_k and nodes"),
         ("head_dir=nowhere", "nowhere"),
     ],
 )
