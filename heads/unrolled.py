@@ -85,7 +85,8 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, columns: Columns) -> Tensor:
         groups, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
-        out, lse = _base(q, k, v, columns)
+        with torch.autocast(q.device.type, enabled=False):  # it would round the scores, which backward takes in full
+            out, lse = _base(q, k, v, columns)
         if len(own_k):
             scores = (_grouped(q, groups)[None] * own_k[:, :, :, None]).sum(-1, dtype=lse.dtype).flatten(-2) * scale
             merged = torch.logsumexp(torch.cat([lse[None], scores]), dim=0)

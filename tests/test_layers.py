@@ -40,6 +40,19 @@ def test_fast_equals_dense(dtype: torch.dtype, tolerance: float, passes: int) ->
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+def test_autocast_changes_nothing() -> None:
+    """Backward recomputes the scores outside of autocast: those of forward must be as precise, however large."""
+    tensors, columns = problem(torch.bfloat16, 2)
+    large = [(20 * tensor).detach().requires_grad_() for tensor in tensors]
+    plain = run(unrolled_attention, large, columns)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = run(unrolled_attention, large, columns)
+    assert torch.equal(plain, cast)
+    weight = torch.randn_like(plain)
+    for a, b in zip(*(torch.autograd.grad((out * weight).sum(), large) for out in (plain, cast)), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("scores", [1, 12, 20])
 def test_blocks_of_any_size_give_the_same(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One query at a time, two or four in the longest document."""
