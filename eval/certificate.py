@@ -18,6 +18,10 @@ from eval.sampling import Sampling
 from eval.verify import EXACT
 from heads.artifact import UserError
 from heads.target import DTYPES, FrozenTarget
+from heads.tree_draft import dynamic_tree
+
+HEAD = "head"
+"""The name under which the chain of the head is proven."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class ProofSettings:
         for name, bound in {**least, "copies": 20, "requests": self.prefixes}.items():
             if vars(self)[name] < bound:
                 raise UserError(f"prove.{name}={vars(self)[name]} must be at least {bound}.")
+        if self.tree is not None:
+            dynamic_tree(self.tree, "prove.tree")
 
 
 @dataclass
@@ -130,7 +136,7 @@ def prove_on(
     if target.dtype != torch.float32:
         return
     for name, proposer in proposers.items():
-        for verifier in ("rejection",) if "tree" in name else EXACT:  # block verification is for chains
+        for verifier in EXACT if name == HEAD else ("rejection",):  # block verification is for chains that are drawn
             law = LawSettings(Sampling(1.0, top_k=4), verifier, copies=how.copies, gamma=how.gamma, rows=100)
             for request in requests[: how.prefixes]:
                 fit = law_after(target, request.prompt[-how.prefix_tokens :], proposer, law)

@@ -2,6 +2,7 @@
 
 python -m scripts.evaluate name=mine
 python -m scripts.evaluate name=mine head_dir=runs/other/head eval.gamma=3
+python -m scripts.evaluate name=mine 'eval.tree={top_k: 4, nodes: 12}'
 python -m scripts.evaluate name=mine 'rival=[prompt_lookup,early_exit,lookahead]'
 """
 
@@ -52,7 +53,7 @@ def run(cfg: DictConfig) -> None:
             },
             load_target=lambda dtype: load_target(cfg, dtype),
             make_proposers=lambda target: {
-                **proposers(name, head_dir, target),
+                **proposers(name, head_dir, target, plan.tree),
                 **build_rivals(cfg, target, requests),
             },
             announce=steps.begin,
@@ -97,15 +98,18 @@ def held_out_requests(cfg: DictConfig) -> list[Request]:
     return fitting
 
 
-def proposers(name: str, head_dir: Path, target: FrozenTarget) -> Mapping[str, Proposer]:
-    """The head by its name, ready for this target."""
+def proposers(
+    name: str, head_dir: Path, target: FrozenTarget, tree: Mapping[str, int] | None = None
+) -> Mapping[str, Proposer]:
+    """The head by its name, ready for this target; with a tree instead of a chain if one is given."""
     from heads.checkpoint import load_head
     from heads.packed import pack_linears
+    from heads.tree_draft import TreeDrafter, dynamic_tree
 
     head: Any = load_head(head_dir, target=target).to(device=target.device, dtype=target.dtype)
     head.attach(target.weights)
     pack_linears(head)
-    return {name: head}
+    return {name: head if tree is None else TreeDrafter(head, dynamic_tree(tree, "eval.tree"))}
 
 
 @script()

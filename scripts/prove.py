@@ -7,7 +7,7 @@ python -m scripts.prove experiment=demo damage=wrong_q      (must fail)
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,7 @@ def run(cfg: DictConfig) -> bool:
     _say(f"the law of {len(proof.tiny)} cases over a tiny vocabulary, {len(proof.controls)} controls")
     for dtype in how.dtypes:
         target = load_target(cfg, dtype)
-        prove_on(proof, how, target, requests, _proposers(cfg, how, target), _say)
+        prove_on(proof, how, target, requests, _proposers(cfg, how, target, requests), _say)
     facts = {"name": head["name"], "sha256": head["sha256"]}
     write_json(folder / "certificate.json", {"head": facts, "target": head["target"], **proof.to_json()})
     write_atomic(folder / "certificate.md", to_markdown(proof, facts, head["target"]))
@@ -53,17 +53,22 @@ def run(cfg: DictConfig) -> bool:
     return proof.passed
 
 
-def _proposers(cfg: DictConfig, how: ProofSettings, target: FrozenTarget) -> Mapping[str, Proposer]:
-    """The head as a chain and as a tree, and what costs nothing; damaged if that is asked for."""
+def _proposers(
+    cfg: DictConfig, how: ProofSettings, target: FrozenTarget, requests: Sequence[Request]
+) -> Mapping[str, Proposer]:
+    """The head as a chain and as a tree, and the rivals of the config; damaged if that is asked for."""
+    from eval.certificate import HEAD
     from eval.exactness import DamagedDraft
-    from heads.tree_draft import DynamicTree, TreeDrafter
+    from heads.tree_draft import TreeDrafter, dynamic_tree
     from scripts.evaluate import proposers
+    from scripts.rivals import build_rivals
 
-    found = dict(proposers("head", Path(cfg.head_dir), target))
+    found = {**proposers(HEAD, Path(cfg.head_dir), target)}
     if how.tree is not None:
-        found["head, tree"] = TreeDrafter(found["head"], DynamicTree(**how.tree))
+        found[f"{HEAD}, tree"] = TreeDrafter(found[HEAD], dynamic_tree(how.tree, "prove.tree"))
+    found |= build_rivals(cfg, target, requests)
     if cfg.damage is not None:
-        found = {name: DamagedDraft(one, cfg.damage, target.vocab_size) for name, one in found.items()}
+        return {name: DamagedDraft(one, cfg.damage, target.vocab_size) for name, one in found.items()}
     return found
 
 

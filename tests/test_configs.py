@@ -29,7 +29,7 @@ from training.step import GradientStep
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 24
+COUNT = 25
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -84,7 +84,7 @@ def test_comments_name_only_commands_that_compose(file: str) -> None:
     if file.startswith(("traffic/", "experiment/", "bench/", "rival/")):
         assert found, "no command shows how to use it"
     for module, line in found:
-        name = module if module in ("bench", "serve_check") else "config"
+        name = module if module in ("bench", "serve_check", "prove") else "config"
         e2e.config(*shlex.split(line), name=name)
 
 
@@ -333,6 +333,7 @@ DECODING = {
     "top_p": (["eval.top_p=0.05"], "tokens"),
     "rows": (["eval.rows=2"], "tokens"),  # draws are made for the rows of a batch together
     "timed_requests": (["eval.timed_requests=1"], "timed"),
+    "tree": (["eval.tree={top_k:2,nodes:4}"], "tokens"),
 }
 
 

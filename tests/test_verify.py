@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eval import law
+import eval.law as law
 from eval.law import CONTROL_LEVEL, CONTROLS, LEVEL, check, exact_cases
 from eval.sampling import Sampling
 from eval.verify import verify, verify_block, verify_greedy, verify_sampled, verify_tree
