@@ -1,18 +1,23 @@
-"""The proof that a text is the target's own: token by token against transformers' `generate`.
+"""The proofs on a real target: greedy texts token by token against transformers' `generate`, the law of sampled ones.
 
 In fp32 and fp64 every token must be the same. In half precision one row and many rows go through different kernels,
 so near-ties fall differently; such a divergence is reported with the logit gap at its first token, never hidden.
-This module does not know how the text under test was decoded.
+Sampled texts after a fixed prefix are compared with their exact probabilities (the tiny vocabulary is in `eval.law`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from eval.decode import Request
+from eval.decode import DecodeSettings, Proposer, Request, decode
+from eval.law import Fit
+from eval.sampling import Sampling
+from heads.base import Committed, Draw, Proposal
 from heads.target import FrozenTarget
 
 
@@ -29,6 +34,36 @@ class Divergence:
     token: int | None
     other: int | None
     gap: float | None
+
+
+WIDE = {"float64": 0.0, "float32": 1e-4}
+"""Number formats in which texts must be identical, and the logit gap below which a divergence is a tie."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Greedy texts of one proposer in one number format against `generate(do_sample=False)`."""
+
+    proposer: str
+    dtype: str
+    requests: int
+    tokens: int
+    divergences: Sequence[Divergence]
+
+    @property
+    def passed(self) -> bool | None:
+        """None in half precision, where near-ties fall differently and are only reported."""
+        if self.dtype not in WIDE:
+            return None
+        return all(d.gap is not None and d.gap < WIDE[self.dtype] for d in self.divergences)
+
+    @property
+    def gaps(self) -> str:
+        """The logit gaps at the first divergences, largest first."""
+        found = sorted((d.gap for d in self.divergences if d.gap is not None), reverse=True)
+        unknown = len(self.divergences) - len(found)
+        words = [f"{gap:.2g}" for gap in found[:5]] + (["…"] if len(found) > 5 else [])
+        return ", ".join(words + ([f"{unknown} of another length"] if unknown else [])) or "none"
 
 
 @torch.inference_mode()
@@ -89,8 +124,111 @@ def divergences(
     return found
 
 
+def identities(
+    target: FrozenTarget, requests: Sequence[Request], proposers: Mapping[str, Proposer], settings: DecodeSettings
+) -> Iterator[Identity]:
+    """Every proposer's texts under `settings` against what the target writes greedily, one after the other."""
+    truths = generate_texts(target, requests, settings.max_new_tokens, settings.rows)
+    for name, proposer in proposers.items():
+        texts = [trace.tokens for trace in decode(target, requests, proposer, settings)]
+        found = divergences(target, requests, texts, truths)
+        yield Identity(name, str(target.dtype).removeprefix("torch."), len(texts), sum(map(len, texts)), found)
+
+
 def _until_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
     for position, token in enumerate(tokens):
         if token in eos_token_ids:
             return tokens[: position + 1]
     return tokens
+
+
+# ---- the law on a real target -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LawSettings:
+    """copies: decodes of the same prefix; length: tokens of each, the first of which comes out of the prompt; rows:
+    decoded together; the rest as in `DecodeSettings`. Few tokens may be possible (top-k), for all texts are listed."""
+
+    sampling: Sampling
+    verifier: str = "rejection"
+    copies: int = 1500
+    length: int = 3
+    gamma: int = 3
+    rows: int = 500
+    seed: int = 0
+
+
+def law_after(target: FrozenTarget, prefix: Sequence[int], proposer: Proposer | None, settings: LawSettings) -> Fit:
+    """Decode the same prefix many times and compare the texts with their exact probabilities."""
+    requests = [Request(f"copy-{number}", "all", tuple(prefix)) for number in range(settings.copies)]
+    how = DecodeSettings(
+        gamma=settings.gamma,
+        sampling=settings.sampling,
+        max_new_tokens=settings.length,
+        rows=settings.rows,
+        seed=settings.seed,
+        verifier=settings.verifier,
+    )
+    seen: dict[tuple[int, ...], int] = {}
+    for trace in decode(target, requests, proposer, how):
+        text = tuple(trace.tokens)
+        seen[text] = seen.get(text, 0) + 1
+    exact = exact_texts(target, prefix, settings.sampling, settings.length)
+    texts = [*exact, *(text for text in seen if text not in exact)]
+    return Fit.of(
+        f"{settings.copies} texts of {settings.length} tokens",
+        torch.tensor([seen.get(text, 0) for text in texts], dtype=torch.float64),
+        torch.tensor([exact.get(text, 0.0) for text in texts], dtype=torch.float64),
+    )
+
+
+@torch.inference_mode()
+def exact_texts(
+    target: FrozenTarget, prefix: Sequence[int], sampling: Sampling, length: int
+) -> dict[tuple[int, ...], float]:
+    """The probability of every text of `length` tokens after a prefix, or of fewer where it ends, by plain forwards."""
+    growing: dict[tuple[int, ...], float] = {(): 1.0}
+    done: dict[tuple[int, ...], float] = {}
+    for _ in range(length):
+        following: dict[tuple[int, ...], float] = {}
+        ids_BT = torch.tensor([[*prefix, *text] for text in growing], device=target.device)
+        p_BV = sampling.probabilities(target.logits(target.forward(ids_BT).last_BTD[:, -1]), ids_BT)
+        for (text, weight), p_V in zip(growing.items(), p_BV, strict=True):
+            tokens = p_V.nonzero()[:, 0]
+            for token, share in zip(tokens.tolist(), p_V[tokens].tolist(), strict=True):
+                goal = done if token in target.eos_token_ids else following
+                goal[(*text, token)] = weight * share
+        growing = following
+    return {**done, **growing}
+
+
+class DamagedDraft:
+    """A proposer with one of the mistakes of `eval.law.DAMAGES`, so that a proof can be seen to fail."""
+
+    def __init__(self, proposer: Proposer, damage: str, vocab_size: int) -> None:
+        self.proposer, self.needs = proposer, proposer.needs
+        self.damage, self.vocab_size = damage, vocab_size
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> Any:
+        return self.proposer.start(prompts)
+
+    def commit(self, state: Any, committed: Committed) -> None:
+        self.proposer.commit(state, committed)
+
+    def propose(self, state: Any, depth: int, draw: Draw) -> Proposal:
+        """What the proposer drafts, handed over wrongly."""
+        if self.damage == "soft":
+            return self.proposer.propose(state, depth, _best)
+        proposal = self.proposer.propose(state, depth, draw)
+        if self.damage == "stop":
+            odd_BN = proposal.tokens_BN % 2
+            return replace(proposal, count_B=proposal.count_B.minimum((1 - odd_BN).cumprod(1).sum(1)))
+        if self.damage == "siblings" or proposal.probs_BNV is not None:
+            even_BNV = torch.full((*proposal.tokens_BN.shape, self.vocab_size), 1 / self.vocab_size)
+            return replace(proposal, probs_BNV=even_BNV.to(proposal.tokens_BN.device))
+        return proposal
+
+
+def _best(logits_BW: Tensor, **_: Any) -> tuple[Tensor, None]:
+    return logits_BW.argmax(-1), None

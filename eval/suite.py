@@ -21,6 +21,7 @@ from eval.trace import RequestTrace, dump_traces, parse_traces
 from eval.verify import Sampling
 from heads.artifact import UserError, digest, write_atomic
 from heads.target import DTYPES, FrozenTarget
+from heads.tree_draft import dynamic_tree
 
 MakeProposers = Callable[[FrozenTarget], Mapping[str, Proposer]]
 """The proposers to compare, by name, ready for a target of this number format."""
@@ -32,7 +33,8 @@ class Plan:
 
     gamma: the draft length of the main comparison; gammas: further ones for the first proposer alone; temperatures:
     0 is greedy, others use top_p too; dtypes: number formats, the first is the headline; rows: requests decoded
-    together where nothing is timed; timed_requests: how many are also decoded alone, interleaved with plain decoding.
+    together where nothing is timed; timed_requests: how many are also decoded alone, interleaved with plain decoding;
+    tree: top_k and nodes of the head's dynamic tree, whose depth is γ (None: chains).
     """
 
     gamma: int = 4
@@ -44,6 +46,7 @@ class Plan:
     rows: int = 16
     timed_requests: int = 12
     seed: int = 0
+    tree: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         unknown = [dtype for dtype in self.dtypes if dtype not in DTYPES]
@@ -64,6 +67,8 @@ class Plan:
                 f"eval.temperatures={list(self.temperatures)} must be some values ≥ 0, eval.top_p={self.top_p} above 0 "
                 f"and at most 1."
             )
+        if self.tree is not None:
+            dynamic_tree(self.tree, "eval.tree")
         lists = {"gammas": self.gammas, "temperatures": self.temperatures, "dtypes": self.dtypes}
         for name, values in lists.items():
             if len(set(values)) < len(values):

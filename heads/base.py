@@ -13,9 +13,9 @@ position t and predicts x_{t+2}. This is the convention of the servers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,21 @@ from heads.vocab import DraftVocabulary
 
 if TYPE_CHECKING:  # heads.target builds on the values of this module
     from heads.target import FrozenTarget
+    from heads.tree_draft import Tree
 
-Draw = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-"""Draws one token per row from draft logits [B, W]: (index_B into W, the distribution drawn from [B, W] or None when
-the draw is the argmax). The caller of `propose` owns temperature, truncation and the generator."""
+
+class Draw(Protocol):
+    """Draws one token per row; the caller of `propose` owns temperature, truncation, penalties and the generator."""
+
+    def __call__(
+        self, logits_BW: Tensor, *, drafted_BK: Tensor | None = None, vocab: DraftVocabulary | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(index_B into W, the distribution drawn from [B, W] or None when the draw is the argmax).
+
+        drafted_BK: target ids that this round has drafted before this token; vocab: what the W columns are (None: the
+        target's vocabulary). Rules that look back at the text need both; without them the draft follows them less
+        closely, which costs acceptance and nothing else.
+        """
 
 
 @dataclass(frozen=True)
@@ -39,10 +50,12 @@ class FeatureNeeds:
         `hidden_states[k]` of transformers and the id vLLM uses. The last boundary before the final norm is not
         offered by transformers, so k < num_layers.
     last: whether the state after the final norm is needed.
+    judged: whether `Committed.judged` is needed, the target's answer to rejected drafts too.
     """
 
     taps: tuple[int, ...] = ()
     last: bool = True
+    judged: bool = False
 
     def check(self, num_layers: int) -> None:
         """Raises UserError when the taps are not ascending, distinct and inside the target."""
@@ -96,17 +109,34 @@ class LossSums:
 
 
 @dataclass(frozen=True)
+class Judged:
+    """A whole block as the target has judged it, rejected nodes too.
+
+    tokens_BN int64: the root (the last committed token before the block) at node 0, then the proposal; parents_N [N]
+    or [B, N]: -1 for the root; count_B: valid nodes per row, the root included; last_BND: the state after the final
+    norm at each node, out of which come the target's logits for what follows it.
+    """
+
+    tokens_BN: Tensor
+    parents_N: Tensor
+    count_B: Tensor
+    last_BND: Tensor
+
+
+@dataclass(frozen=True)
 class Committed:
     """Positions that the target has now settled: the input of a head between two rounds.
 
     next_ids_BM int64: x_{t+1} for each new slot t; taps_BME and last_BMD: h_t; count_B: valid slots per row
-    (the rest is padding on the right).
+    (the rest is padding on the right), 0 for a row whose text has ended while others go on. judged: the block that
+    this round judged, given to proposers whose `needs.judged` says so, and None after the prompt.
     """
 
     next_ids_BM: Tensor
     taps_BME: Tensor
     last_BMD: Tensor
     count_B: Tensor
+    judged: Judged | None = None
 
 
 @dataclass(frozen=True)
@@ -114,14 +144,56 @@ class Proposal:
     """Drafted tokens that the target is to check.
 
     tokens_BN int64; parents_N int64: index of the parent node, -1 for the last committed token (a chain is
-    arange(N) - 1); count_B: valid nodes per row, the rest is padding; probs_BNV float32: the distribution each token
-    was drawn from over the target's vocabulary, or None when every token was chosen deterministically.
+    arange(N) - 1), parents before children; one tree for all rows [N], or one each [B, N]; count_B: valid nodes per
+    row, the rest is padding.
+
+    probs_BNV float32 decides the rule of verification, and the two are never mixed. None: every token was chosen
+    deterministically. Given: siblings were drawn *without replacement*, in the order of their nodes, from the
+    distribution over the target's vocabulary in their rows, which are the same for all siblings (what was drawn
+    before is not taken out of them).
     """
 
     tokens_BN: Tensor
     parents_N: Tensor
     count_B: Tensor
     probs_BNV: Tensor | None = None
+
+    @property
+    def parents_BN(self) -> Tensor:
+        """The tree of each row."""
+        return self.parents_N.expand(self.tokens_BN.shape)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node follows the one before it in every row."""
+        steps_N = torch.arange(self.tokens_BN.shape[1], device=self.parents_N.device) - 1
+        return torch.equal(self.parents_N, steps_N.expand(self.parents_N.shape))
+
+    def check(self) -> None:
+        """Raises UserError when this is no tree, or when what it was drawn from is no distribution."""
+        nodes = self.tokens_BN.shape[1]
+        if self.parents_N.shape not in ((nodes,), self.tokens_BN.shape):
+            raise UserError(
+                f"A proposal of {nodes} nodes has parents of shape {list(self.parents_N.shape)}; "
+                f"give [{nodes}] for one tree or {list(self.tokens_BN.shape)} for one tree per row."
+            )
+        order_N = torch.arange(nodes, device=self.parents_N.device)
+        wrong = (self.parents_N >= order_N) | (self.parents_N < -1)
+        if wrong.any():
+            node = int(wrong.nonzero()[0, -1])
+            raise UserError(
+                f"A proposal is no tree: node {node} has parent {int(self.parents_N[wrong][0])}, where a node "
+                f"before it or -1 is allowed (so there is no cycle); order the nodes so that parents come first."
+            )
+        if self.probs_BNV is not None and nodes:
+            valid_BN = order_N.to(self.count_B.device) < self.count_B[:, None]
+            off_BN = (self.probs_BNV.sum(-1) - 1).abs().masked_fill(~valid_BN, 0)
+            # Written so that a NaN fails too.
+            if not off_BN.max() < 1e-3:
+                raise UserError(
+                    f"A draft distribution sums to 1 ± {float(off_BN.max()):.3g}; give probabilities over the target's "
+                    f"vocabulary that sum to 1, or none (probs_BNV=None) for a draft that is not drawn."
+                )
 
     @staticmethod
     def chain(tokens_BN: Tensor, count_B: Tensor | None = None, probs_BNV: Tensor | None = None) -> Proposal:
@@ -189,6 +261,10 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def propose(self, state: Any, depth: int, draw: Draw) -> Proposal:
         """Draft `depth` tokens after the last committed one; leaves the state as if nothing had been drafted."""
+
+    def propose_tree(self, state: Any, depth: int, tree: Tree) -> Proposal:
+        """As `propose`, but a tree of this depth, whose nodes are chosen and not drawn (see heads.tree_draft)."""
+        raise UserError(f"{type(self).__name__} drafts chains only; set eval.tree=null.")
 
 
 def wide(states: Tensor) -> Tensor:

@@ -75,14 +75,14 @@ class BlockCache:
         """Positions and visibility for a block of N = max(counts) nodes appended to every row.
 
         counts: valid nodes per row (padding on the right). parents_N: a tree (parents before children, -1 for the
-        root's predecessor, i.e. the committed text); None means a chain.
+        root's predecessor, i.e. the committed text), or one for each row [B, N]; None means a chain.
         """
         nodes, rows = max(counts), len(self.lengths)
         if parents_N is None:
             depth_N = torch.arange(nodes)
             inside_NN = torch.ones(nodes, nodes, dtype=torch.bool).tril()
         else:
-            depth_N, inside_NN = ancestry(parents_N)
+            depth_N, inside_NN = ancestry(parents_N.cpu())
         positions_BN = (torch.tensor(self.lengths)[:, None] + depth_N).to(self.device)
         whole = all(length == self.width for length in self.lengths) and min(counts) == nodes
         if whole and parents_N is None:
@@ -93,6 +93,17 @@ class BlockCache:
         block_BNN = (inside_NN & valid_BN[:, None, :]) | torch.eye(nodes, dtype=torch.bool)
         allowed_BNC = torch.cat([past_BC[:, None, :].expand(rows, nodes, self.width), block_BNN], dim=-1)
         return Block(positions_BN, allowed_BNC.to(self.device))
+
+    def place_open(self, seen_BMS: Tensor, depth: int) -> Block:
+        """Positions and visibility for M nodes at this depth (from 0) of a tree that grows step by step.
+
+        seen_BMS: which of the S nodes appended since the last `keep`, these M the last of them, each may see.
+        """
+        lengths_B = torch.tensor(self.lengths, device=self.device)
+        past_BC = torch.arange(self.width, device=self.device) < lengths_B[:, None]
+        past_BMC = past_BC[:, None].expand(-1, seen_BMS.shape[1], -1)
+        positions_BM = (lengths_B + depth)[:, None].expand(-1, seen_BMS.shape[1])
+        return Block(positions_BM, torch.cat([past_BMC, seen_BMS], -1))
 
     @torch.inference_mode()
     def keep(self, counts: Sequence[int], path_BN: Tensor | None = None) -> None:
@@ -125,13 +136,22 @@ class BlockCache:
 
 
 def ancestry(parents_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Depth of each node [N] (roots have 0) and the mask [N, N] of who is an ancestor of whom, itself included."""
-    nodes = len(parents_N)
-    depth_N = torch.zeros(nodes, dtype=torch.long)
-    inside_NN = torch.eye(nodes, dtype=torch.bool)
-    for node, parent in enumerate(parents_N.tolist()):
-        assert parent < node, "parents come before their children"
-        if parent >= 0:
-            depth_N[node] = depth_N[parent] + 1
-            inside_NN[node] |= inside_NN[parent]
+    """Depth of each node [N] (roots have 0) and the mask [N, N] of who is an ancestor of whom, itself included; for
+    one tree per row all of them have the rows in front."""
+    nodes = parents_N.shape[-1]
+    depth_N = torch.zeros(parents_N.shape, dtype=torch.long)
+    inside_NN = torch.eye(nodes, dtype=torch.bool).expand(*parents_N.shape, nodes).clone()
+    assert bool((parents_N < torch.arange(nodes)).all()), "parents come before their children"
+    if parents_N.dim() == 1:
+        for node, parent in enumerate(parents_N.tolist()):
+            if parent >= 0:
+                depth_N[node] = depth_N[parent] + 1
+                inside_NN[node] |= inside_NN[parent]
+        return depth_N, inside_NN
+    each_B = torch.arange(len(parents_N))
+    for node in range(nodes):
+        above_B = parents_N[:, node]
+        below = above_B >= 0
+        depth_N[below, node] = depth_N[each_B, above_B][below] + 1
+        inside_NN[below, node] |= inside_NN[each_B, above_B][below]
     return depth_N, inside_NN

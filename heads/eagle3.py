@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from heads.artifact import UserError
 from heads.base import Committed, DraftHead, Draw, FeatureNeeds, LossSums, Proposal, TargetFeatures, TargetWeights
-from heads.cache import BlockCache
+from heads.cache import Block, BlockCache
 from heads.layers import BlockSizes, DraftBlock, RMSNorm, copy_last_layer, rotary
 from heads.losses import KERNELS, TargetRows, unrolled_loss
 from heads.target import FrozenTarget
+from heads.tree_draft import Tree, draft_tree
 from heads.unrolled import Columns, unrolled_attention
 from heads.vocab import DraftVocabulary
 
@@ -189,48 +190,67 @@ class Eagle3Head(DraftHead):
 
     @torch.inference_mode()
     def propose(self, state: Eagle3State, depth: int, draw: Draw) -> Proposal:
-        committed = state.pending.pop()
-        rows = len(committed.count_B)
-        counts = [int(count) for count in committed.count_B]
-        hidden_BMD = self._combine(committed.taps_BME)
-        fed_BMD, output_BMD = self._slots(state.cache, committed.next_ids_BM, hidden_BMD, counts)
-        state.cache.keep(counts)
-        settled = list(state.cache.lengths)
-        last_B = torch.tensor(counts, device=hidden_BMD.device) - 1
-        each_B = torch.arange(rows, device=hidden_BMD.device)
-        fed_BD, output_BD = fed_BMD[each_B, last_B], output_BMD[each_B, last_B]
-        ahead_BN = torch.tensor(settled, device=hidden_BMD.device)[:, None] + torch.arange(
-            depth, device=hidden_BMD.device
-        )
-        tables = self.rotary(hidden_BMD, ahead_BN)
+        fed_BD, output_BD = self._settle(state)
+        settled, rows = list(state.cache.lengths), len(fed_BD)
+        ahead_BN = torch.tensor(settled, device=fed_BD.device)[:, None] + torch.arange(depth, device=fed_BD.device)
+        tables = self.rotary(fed_BD, ahead_BN)
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         for step in range(depth):
             if step > 0:
                 rope = (tables[0][:, step - 1 : step], tables[1][:, step - 1 : step])
-                fed_B1D, output_B1D = self._slots(state.cache, tokens[-1][:, None], fed_BD[:, None], [1] * rows, rope)
+                block = state.cache.place([1] * rows)
+                fed_B1D, output_B1D = self._slots(state.cache, tokens[-1][:, None], fed_BD[:, None], block, rope)
                 state.cache.keep([1] * rows)
                 fed_BD, output_BD = fed_B1D[:, 0], output_B1D[:, 0]
-            index_B, q_BW = draw(self.lm_head(output_BD))
+            drafted_BK = torch.stack(tokens, 1) if tokens else None
+            index_B, q_BW = draw(self.lm_head(output_BD), drafted_BK=drafted_BK, vocab=self.vocab)
             tokens.append(self.vocab.to_target(index_B))
             if q_BW is not None:
                 probs.append(self.vocab.scatter(q_BW))
         state.cache.forget(settled)
         return Proposal.chain(torch.stack(tokens, 1), probs_BNV=torch.stack(probs, 1) if probs else None)
 
+    @torch.inference_mode()
+    def propose_tree(self, state: Eagle3State, depth: int, tree: Tree) -> Proposal:
+        fed_BD, output_BD = self._settle(state)
+        fed_BMD = fed_BD[:, None]
+
+        def step(tokens_BM: Tensor, slots_BM: Tensor, seen_BMS: Tensor, level: int) -> Tensor:
+            nonlocal fed_BMD
+            hidden_BMD = fed_BMD.gather(1, slots_BM[..., None].expand(-1, -1, fed_BMD.shape[-1]))
+            block = state.cache.place_open(seen_BMS, level - 1)
+            fed_BMD, output_BMD = self._slots(state.cache, tokens_BM, hidden_BMD, block)
+            return self.lm_head(output_BMD)
+
+        proposal = draft_tree(self.lm_head(output_BD), step, self.vocab, tree, depth)
+        state.cache.forget(state.cache.lengths)
+        return proposal
+
+    def _settle(self, state: Eagle3State) -> tuple[Tensor, Tensor]:
+        """Take in the committed slots; returns what the last of each row feeds back [B, D], and its output [B, D]."""
+        committed = state.pending.pop()
+        counts = [int(count) for count in committed.count_B]
+        hidden_BMD = self._combine(committed.taps_BME)
+        block = state.cache.place(counts)
+        fed_BMD, output_BMD = self._slots(state.cache, committed.next_ids_BM, hidden_BMD, block)
+        state.cache.keep(counts)
+        last_B = torch.tensor(counts, device=hidden_BMD.device) - 1
+        each_B = torch.arange(len(counts), device=hidden_BMD.device)
+        return fed_BMD[each_B, last_B], output_BMD[each_B, last_B]
+
     def _slots(
         self,
         cache: BlockCache,
         next_ids_BM: Tensor,
         hidden_BMD: Tensor,
-        counts: list[int],
+        block: Block,
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The layer over a block of new slots, appended to the cache: (what is fed back, state after the norm).
 
         rope: cos and sin of the slots' positions, where they are known already.
         """
-        block = cache.place(counts)
         normed_BMD = self.hidden_norm(hidden_BMD)
         x_BM2 = torch.cat([self.input_layernorm(self._embed(next_ids_BM, normed_BMD)), normed_BMD], dim=-1)
         rope = rope if rope is not None else self.rotary(x_BM2, block.positions_BN)

@@ -2,6 +2,7 @@
 
 python -m scripts.bench bench=train head=eagle3
 python -m scripts.bench bench=decode name=demo
+python -m scripts.bench bench=peers name=demo
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from scripts.settings import build
 
 def run(cfg: DictConfig) -> None:
     """The measurement that bench= names."""
-    {"train": bench_train, "decode": bench_decode}[cfg.bench.kind](cfg)
+    {"train": bench_train, "decode": bench_decode, "peers": bench_peers}[cfg.bench.kind](cfg)
 
 
 def bench_train(cfg: DictConfig) -> None:
@@ -58,7 +59,7 @@ def bench_decode(cfg: DictConfig) -> None:
 
     from eval.acceptance import measure
     from eval.bench import interleaved
-    from eval.decode import DecodeSettings
+    from eval.decode import Clock, DecodeSettings, decode
     from eval.suite import spread
     from scripts.evaluate import held_out_requests, proposers
 
@@ -68,10 +69,11 @@ def bench_decode(cfg: DictConfig) -> None:
     plan = build(cfg, "eval")
     for dtype in plan.dtypes:
         target = load_target(cfg, dtype)
-        head: Any = proposers("head", head_dir, target)["head"]
+        head: Any = proposers("head", head_dir, target, plan.tree)["head"]
         for gamma in cfg.bench.gammas:
             settings = DecodeSettings(gamma=gamma, max_new_tokens=plan.max_new_tokens, seed=cfg.seed)
             traces = interleaved(target, requests, {"head": head, "none": None}, replace(settings, rows=1))
+            decode(target, requests, head, replace(settings, rows=1), clock=(clock := Clock()))
             found = measure(traces["head"], gamma=gamma, plain=traces["none"])
             rates = {
                 name: sum(t.decoded_tokens for t in ts) / sum(t.decoding_seconds for t in ts)
@@ -81,9 +83,41 @@ def bench_decode(cfg: DictConfig) -> None:
             interval = "" if speedup is None or speedup.low is None else f" [{speedup.low:.2f}, {speedup.high:.2f}]"
             print(
                 f"          {dtype}, γ {gamma}: {rates['head']:.1f} against {rates['none']:.1f} tokens/s = "
-                f"{rates['head'] / rates['none']:.2f}×{interval}, {found.tokens_per_round.value:.2f} tokens a round",
+                f"{rates['head'] / rates['none']:.2f}×{interval}, {found.tokens_per_round.value:.2f} tokens a round; "
+                f"{clock.loop_share:.1%} of the time is the loop's own",
                 flush=True,
             )
+
+
+def bench_peers(cfg: DictConfig) -> None:
+    """Our loop against transformers' assisted generation with the same drafts, one request at a time and in turn."""
+    from eval.decode import DecodeSettings
+    from eval.peers import compare, drafts, first_layers
+    from eval.suite import spread
+    from heads.artifact import UserError
+    from scripts.evaluate import held_out_requests
+
+    print("bench     the same drafts in our loop and in transformers' assisted generation, batch 1", flush=True)
+    requests, plan = spread(held_out_requests(cfg), cfg.bench.requests), build(cfg, "eval")
+    if not requests:
+        raise UserError("bench.requests and the held-out traffic leave nothing to decode; raise traffic.held_out.")
+    settings = DecodeSettings(gamma=plan.gamma, max_new_tokens=plan.max_new_tokens)
+    for dtype in plan.dtypes:
+        target = load_target(cfg, dtype)
+        draft = first_layers(target, cfg.bench.draft_layers)
+        for name, (proposer, options) in drafts(draft, target, plan.gamma, cfg.bench.max_ngram).items():
+            found = compare(target, requests, proposer, options, settings)
+            (ours, theirs), (ratio, low, high) = found.tokens_per_round, found.speed
+            interval = "" if low is None else f" [{low:.2f}, {high:.2f}]"
+            equal = len(requests) - len(found.different_rounds)
+            print(
+                f"          {dtype}, {name}, γ {plan.gamma}: {ours:.3f} tokens a round, theirs {theirs:.3f}; rounds "
+                f"equal on {equal}/{len(requests)}, texts on {found.same_texts}; {ratio:.2f}× their speed{interval}",
+                flush=True,
+            )
+            for one in found.different_rounds:
+                why = "same text" if one.tokens == one.peer_tokens else "another text"
+                print(f"            {one.request}: {one.rounds} rounds, theirs {one.peer_rounds} ({why})", flush=True)
 
 
 @script("bench")

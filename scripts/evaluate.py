@@ -2,6 +2,8 @@
 
 python -m scripts.evaluate name=mine
 python -m scripts.evaluate name=mine head_dir=runs/other/head eval.gamma=3
+python -m scripts.evaluate name=mine 'eval.tree={top_k: 4, nodes: 12}'
+python -m scripts.evaluate name=mine 'rival=[prompt_lookup,early_exit,lookahead]'
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from scripts.common import load_target, script
+from scripts.rivals import build_rivals, rivals_identity
 from scripts.settings import build, plain
 
 if TYPE_CHECKING:
@@ -43,13 +46,20 @@ def run(cfg: DictConfig) -> None:
             requests=requests,
             plan=plan,
             folder=folder / "traces",
-            identity={"head": head_facts["sha256"], "target": head_facts["target"]["weights"]},
+            identity={
+                "head": head_facts["sha256"],
+                "target": head_facts["target"]["weights"],
+                "rivals": rivals_identity(cfg),
+            },
             load_target=lambda dtype: load_target(cfg, dtype),
-            make_proposers=lambda target: proposers(name, head_dir, target),
+            make_proposers=lambda target: {
+                **proposers(name, head_dir, target, plan.tree),
+                **build_rivals(cfg, target, requests),
+            },
             announce=steps.begin,
             progress=steps.advance,
         )
-        runs = suite.run([name, "prompt_lookup"])
+        runs = suite.run([name, *map(str, cfg.rivals)])
     report = build_report(
         runs=runs,
         target={"path": cfg.target.path, **head_facts["target"]},
@@ -88,16 +98,18 @@ def held_out_requests(cfg: DictConfig) -> list[Request]:
     return fitting
 
 
-def proposers(name: str, head_dir: Path, target: FrozenTarget) -> Mapping[str, Proposer]:
-    """The head, and what costs nothing, ready for this target."""
-    from eval.proposers.prompt_lookup import PromptLookup
+def proposers(
+    name: str, head_dir: Path, target: FrozenTarget, tree: Mapping[str, int] | None = None
+) -> Mapping[str, Proposer]:
+    """The head by its name, ready for this target; with a tree instead of a chain if one is given."""
     from heads.checkpoint import load_head
     from heads.packed import pack_linears
+    from heads.tree_draft import TreeDrafter, dynamic_tree
 
     head: Any = load_head(head_dir, target=target).to(device=target.device, dtype=target.dtype)
     head.attach(target.weights)
     pack_linears(head)
-    return {name: head, "prompt_lookup": PromptLookup()}
+    return {name: head if tree is None else TreeDrafter(head, dynamic_tree(tree, "eval.tree"))}
 
 
 @script()

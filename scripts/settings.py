@@ -30,6 +30,13 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
+def _node(cfg: DictConfig, key: str) -> DictConfig:
+    """The node at a key, which may be dotted."""
+    node = OmegaConf.select(cfg, key)
+    assert isinstance(node, DictConfig), f"{key} is no node"
+    return node
+
+
 def build(cfg: DictConfig, key: str, **more: Any) -> Any:
     """What the node `key` makes of its values and `more`. Raises UserError on names and types that cannot be."""
     from hydra.errors import InstantiationException
@@ -38,7 +45,7 @@ def build(cfg: DictConfig, key: str, **more: Any) -> Any:
     from heads.artifact import UserError
 
     check_node(cfg, key)
-    node = {name: value for name, value in plain(cfg[key]).items() if name not in _OF_BUILDING.get(key, {})}
+    node = {name: value for name, value in plain(_node(cfg, key)).items() if name not in _OF_BUILDING.get(key, {})}
     try:
         return instantiate({"_convert_": "all", **node}, **more)
     except InstantiationException as error:
@@ -74,7 +81,7 @@ def check_all(cfg: DictConfig) -> None:
     generation_settings(cfg)
     build(cfg, "eval", seed=cfg.seed)
     check_call(FrozenTarget.load, "target", {name: value for name, value in cfg.target.items() if name != "path"})
-    for key in ("traffic", "head", "tracking", "export"):
+    for key in ("traffic", "head", "tracking", "export", *(f"rivals.{name}" for name in cfg.rivals)):
         check_node(cfg, key)
     if cfg.traffic.get("held_out") == 0:
         raise UserError("traffic.held_out=0 leaves nothing to measure the head on; give a share such as 0.1.")
@@ -84,7 +91,9 @@ def check_node(cfg: DictConfig, key: str) -> None:
     """Check the values of a node against the annotations of its `_target_`."""
     from heads.artifact import UserError
 
-    values = plain(cfg[key])
+    if missing := sorted(OmegaConf.missing_keys(_node(cfg, key))):
+        raise UserError(f"{key} needs {missing[0]}=<a value>; its file under conf/ says which.")
+    values = plain(_node(cfg, key))
     module, _, name = str(values["_target_"]).rpartition(".")
     try:
         function = vars(importlib.import_module(module))[name]

@@ -29,7 +29,7 @@ from training.step import GradientStep
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 17
+COUNT = 25
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -45,10 +45,16 @@ def test_all_files_are_found() -> None:
 @pytest.mark.parametrize(("group", "name"), OPTIONS)
 def test_every_option_composes_and_its_values_are_right(group: str, name: str) -> None:
     """Names and types are those of what it builds."""
-    needed = ["target.path=some/folder"] if (group, name) == ("target", "custom") else []
-    cfg = e2e.config(f"{group}={name}", *needed, name=ROOTS.get(group, "config"))
+    needed = {
+        "custom": ["target.path=some/folder"],
+        "draft_model": ["rivals.draft_model.path=some/folder"],
+        "given_prediction": ["rivals.given_prediction.path=some/file"],
+    }.get(name, [])
+    chosen = f"{group}=[{name}]" if group == "rival" else f"{group}={name}"
+    cfg = e2e.config(chosen, *needed, name=ROOTS.get(group, "config"))
     if group != "experiment":
-        assert set(OmegaConf.load(CONF / group / f"{name}.yaml")) <= set(cfg[group]) | {"defaults"}
+        node = cfg.rivals[name] if group == "rival" else cfg[group]
+        assert set(OmegaConf.load(CONF / group / f"{name}.yaml")) <= set(node) | {"defaults"}
     check_all(cfg)
 
 
@@ -75,10 +81,10 @@ def test_comments_name_only_commands_that_compose(file: str) -> None:
     """Every `python -m scripts.…` and every `Use:` in a config file is a command line that Hydra takes."""
     text = (CONF / file).read_text()
     found = re.findall(r"^# +(?:python -m scripts\.(\w+)|Use:) (.*?)(?: {2,}#.*)?$", text, re.MULTILINE)
-    if file.startswith(("traffic/", "experiment/", "bench/")):
+    if file.startswith(("traffic/", "experiment/", "bench/", "rival/")):
         assert found, "no command shows how to use it"
     for module, line in found:
-        name = module if module in ("bench", "serve_check") else "config"
+        name = module if module in ("bench", "serve_check", "prove") else "config"
         e2e.config(*shlex.split(line), name=name)
 
 
@@ -89,7 +95,7 @@ def test_unknown_keys_are_refused(group: str) -> None:
 
 
 def test_unknown_keys_are_refused_at_the_top_and_in_sections() -> None:
-    for key in ("nonsense", "train.nonsense", "generation.nonsense"):
+    for key in ("nonsense", "train.nonsense", "generation.nonsense", "rivals.prompt_lookup.nonsense"):
         with pytest.raises(ConfigCompositionException, match="nonsense"):
             e2e.config(f"{key}=1")
 
@@ -327,6 +333,7 @@ DECODING = {
     "top_p": (["eval.top_p=0.05"], "tokens"),
     "rows": (["eval.rows=2"], "tokens"),  # draws are made for the rows of a batch together
     "timed_requests": (["eval.timed_requests=1"], "timed"),
+    "tree": (["eval.tree={top_k:2,nodes:4}"], "tokens"),
 }
 
 
@@ -377,6 +384,6 @@ def test_every_documented_setting_has_its_test() -> None:
     assert documented("optim/adamw.yaml", "") == {*OPTIM, "name"}
     assert documented("head/eagle3.yaml", "") == set(HEAD)
     assert documented("eval/default.yaml", "") == {*EVAL, *DECODING}
-    top = {"name", "run_dir", "head_dir", "seed"}
+    top = {"name", "run_dir", "head_dir", "seed", "rivals"}  # what rivals holds is tested in test_proposers
     assert documented("config.yaml", "") == top | {"defaults", "hydra", "generation", "train"}
     assert OmegaConf.is_config(e2e.config())

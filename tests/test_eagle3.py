@@ -68,7 +68,7 @@ def test_trained_graph_is_served_graph(tmp_path, family: str, flags: dict) -> No
         depth = int(valid[:, n].sum())
         served = []
 
-        def forced(logits, start=start, served=served):
+        def forced(logits, start=start, served=served, **_):
             served.append(logits[0])
             following = features.ids_T[start + 1 + len(served)]
             return (head.vocab.ids_W == following).nonzero()[:, 0][:1] if following < 40 else torch.zeros(

@@ -11,39 +11,42 @@ from dataclasses import dataclass
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from eval.proposers.rows import chains, settled
+from heads.artifact import UserError
 from heads.base import Committed, Draw, FeatureNeeds, Proposal
 
 
 @dataclass
 class LookupState:
-    """The whole text of each row."""
+    """The whole text of each row, and where its tensors are."""
 
     texts: list[list[int]]
+    device: torch.device | str = "cpu"
 
 
 class PromptLookup:
-    """Proposes up to γ tokens after the longest matching n-gram of at most `max_ngram` tokens, or none."""
+    """Proposes up to γ tokens after the longest matching n-gram of at most `max_ngram` tokens, or none.
+
+    Raises UserError when max_ngram is below 1.
+    """
 
     needs = FeatureNeeds(taps=(), last=False)
 
     def __init__(self, *, max_ngram: int = 3) -> None:
+        if max_ngram < 1:
+            raise UserError(f"rivals.prompt_lookup.max_ngram={max_ngram} must be at least 1.")
         self.max_ngram = max_ngram
 
     def start(self, prompts: Sequence[Sequence[int]]) -> LookupState:
         return LookupState([[prompt[0]] for prompt in prompts])
 
     def commit(self, state: LookupState, committed: Committed) -> None:
-        rows = zip(state.texts, committed.next_ids_BM.tolist(), committed.count_B.tolist(), strict=True)
-        for text, following, count in rows:
-            text.extend(following[:count])
+        state.device = committed.next_ids_BM.device
+        for text, tokens in zip(state.texts, settled(committed), strict=True):
+            text.extend(tokens)
 
     def propose(self, state: LookupState, depth: int, draw: Draw) -> Proposal:
-        found = [self._continuation(text, depth) for text in state.texts]
-        count_B = torch.tensor([len(tokens) for tokens in found])
-        tokens_BN = torch.zeros(len(found), max(map(len, found)), dtype=torch.long)
-        for row, tokens in enumerate(found):
-            tokens_BN[row, : len(tokens)] = torch.tensor(tokens)
-        return Proposal.chain(tokens_BN, count_B)
+        return chains([self._continuation(text, depth) for text in state.texts], state.device)
 
     def _continuation(self, text: list[int], depth: int) -> list[int]:
         generator = PromptLookupCandidateGenerator(

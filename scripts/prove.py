@@ -1,0 +1,101 @@
+"""A head to a certificate: greedy texts are the target's own, sampled ones follow its law, and mistakes are seen.
+
+python -m scripts.prove experiment=demo
+python -m scripts.prove experiment=demo damage=wrong_q      (must fail)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from scripts.common import load_target, script
+from scripts.settings import build, plain
+
+if TYPE_CHECKING:
+    from eval.certificate import ProofSettings
+    from eval.decode import Proposer, Request
+    from heads.target import FrozenTarget
+
+
+def run(cfg: DictConfig) -> bool:
+    """Whether everything holds; the certificate is in runs/<name>/certificate."""
+    from eval.certificate import Certificate, prove_on, to_markdown
+    from eval.law import CONTROLS, check, check_damage, exact_cases, typical_cases
+    from heads.artifact import read_manifest, write_atomic, write_json, write_manifest
+
+    how: ProofSettings = build(cfg, "prove")
+    check_damage(cfg.damage)
+    folder, head_dir = Path(cfg.run_dir) / "certificate", Path(cfg.head_dir)
+    head = read_manifest(head_dir, "head")
+    requests = _chosen(cfg, how)
+    print(f"prove     {head['name']} of {head_dir}: {len(requests)} held-out prompts", flush=True)
+    proof = Certificate(damage=cfg.damage)
+    proof.tiny = [check(case, damage=cfg.damage, samples=how.samples) for case in exact_cases()]
+    proof.controls = {name: check(case, damage=name, samples=how.samples) for name, case in CONTROLS.items()}
+    proof.typical = [check(case, samples=how.samples) for case in typical_cases()]
+    _say(f"the law of {len(proof.tiny)} cases over a tiny vocabulary, {len(proof.controls)} controls")
+    for dtype in how.dtypes:
+        target = load_target(cfg, dtype)
+        prove_on(proof, how, target, requests, _proposers(cfg, how, target, requests), _say)
+    facts = {"name": head["name"], "sha256": head["sha256"]}
+    write_json(folder / "certificate.json", {"head": facts, "target": head["target"], **proof.to_json()})
+    write_atomic(folder / "certificate.md", to_markdown(proof, facts, head["target"]))
+    body = {"files": ["certificate.json", "certificate.md"], "passed": proof.passed, "verdict": proof.verdict}
+    write_manifest(folder, "certificate", body, plain(cfg))
+    for complaint in proof.complaints[:10]:
+        _say(complaint)
+    print(f"{proof.verdict}\nThe certificate: {folder / 'certificate.md'}", flush=True)
+    return proof.passed
+
+
+def _proposers(
+    cfg: DictConfig, how: ProofSettings, target: FrozenTarget, requests: Sequence[Request]
+) -> Mapping[str, Proposer]:
+    """The head as a chain and as a tree, and the rivals of the config; damaged if that is asked for."""
+    from eval.certificate import HEAD
+    from eval.exactness import DamagedDraft
+    from heads.tree_draft import TreeDrafter, dynamic_tree
+    from scripts.evaluate import proposers
+    from scripts.rivals import build_rivals
+
+    found = {**proposers(HEAD, Path(cfg.head_dir), target)}
+    if how.tree is not None:
+        found[f"{HEAD}, tree"] = TreeDrafter(found[HEAD], dynamic_tree(how.tree, "prove.tree"))
+    found |= build_rivals(cfg, target, requests)
+    if cfg.damage is not None:
+        return {name: DamagedDraft(one, cfg.damage, target.vocab_size) for name, one in found.items()}
+    return found
+
+
+def _chosen(cfg: DictConfig, how: ProofSettings) -> list[Request]:
+    """Held-out prompts, evenly taken."""
+    from heads.artifact import UserError
+    from scripts.evaluate import held_out_requests
+
+    there = held_out_requests(cfg)
+    if how.requests > len(there):
+        raise UserError(
+            f"prove.requests={how.requests} must be at most the {len(there)} held-out prompts of {cfg.run_dir}; "
+            f"give more traffic or raise traffic.held_out."
+        )
+    return [there[index * len(there) // how.requests] for index in range(how.requests)]
+
+
+def _say(text: str) -> None:
+    print(f"{'':10}{text}", flush=True)
+
+
+@script("prove")
+def main(cfg: DictConfig) -> None:
+    """Entry point of `python -m scripts.prove`."""
+    if not run(cfg):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
