@@ -102,6 +102,7 @@ def tasks(plan: Plan, proposers: Sequence[str]) -> list[Task]:
         for temperature in plan.temperatures:
             if temperature == 0 or dtype == served:
                 result += [Task(name, dtype, temperature, plan.gamma) for name in proposers]
+            if temperature == 0:  # sampled plain decoding has nothing to be compared with
                 result.append(Task(PLAIN, dtype, temperature, 0))
     swept = [gamma for gamma in plan.gammas if gamma != plan.gamma]
     if 0.0 in plan.temperatures:

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from heads.artifact import UserError
 from heads.base import Committed, DraftHead, Draw, FeatureNeeds, LossSums, Proposal, TargetFeatures, TargetWeights
 from heads.cache import Block, BlockCache
-from heads.layers import BlockSizes, Columns, DraftBlock, copy_last_layer, rotary, unrolled_attention
+from heads.layers import BlockSizes, DraftBlock, RMSNorm, copy_last_layer, rotary
 from heads.losses import KERNELS, TargetRows, unrolled_loss
 from heads.target import FrozenTarget
 from heads.tree_draft import Tree, draft_tree
+from heads.unrolled import Columns, unrolled_attention
 from heads.vocab import DraftVocabulary
 
 
@@ -87,12 +87,12 @@ class Eagle3Head(DraftHead):
         config, width = sizes.llama_config(), sizes.hidden_size
         self.depth, self.decay, self.loss_kind = depth, decay, loss
         self.norm_before_residual, self.norm_output = norm_before_residual, norm_output
-        self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, config.rms_norm_eps) for _ in needs.taps) if fc_norm else None
+        self.fc_norm = nn.ModuleList(RMSNorm(width, config.rms_norm_eps) for _ in needs.taps) if fc_norm else None
         self.fc = nn.Linear(len(needs.taps) * width, width, bias=False)
-        self.input_layernorm = LlamaRMSNorm(width, config.rms_norm_eps)
-        self.hidden_norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         self.layer = DraftBlock(config, 2 * width)
-        self.norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, len(vocab.ids_W), bias=False)
         self.rotary = rotary(config)
 

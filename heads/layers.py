@@ -1,20 +1,20 @@
-"""The one decoder block that autoregressive heads share, from transformers' own Llama modules.
+"""The one decoder block that autoregressive heads share, of the shape of transformers' Llama layers.
 
-Only the attention differs from a plain block: its input may be wider than the model, and in training it sees the base
-slots causally plus its own column of each earlier unrolled pass. Two forms are kept: a fast one and a dense reference
-that says the same in five lines. The module knows no head, no loss and no vocabulary.
+Only the attention differs from a plain block: its input may be wider than the model, and in training it is unrolled
+(see `heads.unrolled`). The module knows no head, no loss and no vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from heads.base import wide
 from heads.cache import BlockCache
@@ -73,6 +73,40 @@ class BlockSizes:
         )
 
 
+class RMSNorm(nn.Module):
+    """transformers' LlamaRMSNorm with half the passes over memory in training, and one kernel in inference."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., width] in the dtype of the states."""
+        if torch.is_grad_enabled():
+            return _Normed.apply(states, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return F.rms_norm(states, self.weight.shape, self.weight.to(states.dtype), self.eps)
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, eps: float) -> Tensor:
+        size = torch.linalg.vector_norm(wide(states), dim=-1, keepdim=True)
+        inverse = size.square_().mul_(1 / states.shape[-1]).add_(eps).rsqrt_()
+        normed = (states * inverse).to(states.dtype)
+        ctx.save_for_backward(normed, inverse, weight)
+        return normed * weight.to(states.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        normed, inverse, weight = ctx.saved_tensors
+        (grad,) = grads
+        weight_grad = (grad * normed).flatten(0, -2).sum(0, dtype=weight.dtype)
+        scaled = grad * weight.to(grad.dtype)
+        along = (scaled * normed).sum(-1, keepdim=True, dtype=inverse.dtype).mul_(-1 / normed.shape[-1])
+        return torch.addcmul(wide(scaled), normed, along).mul_(inverse).to(grad.dtype), weight_grad, None
+
+
 class DraftAttention(nn.Module):
     """Grouped-query attention with rotary positions over an input of width `width`."""
 
@@ -121,7 +155,7 @@ class DraftBlock(nn.Module):
     def __init__(self, config: LlamaConfig, width: int) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config, width)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
@@ -168,144 +202,3 @@ def _rotate(states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (table.to(states.dtype) for table in rope)
     rotated, _ = apply_rotary_pos_emb(states, states[..., :0, :], cos, sin, unsqueeze_dim=-2)
     return rotated
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Who sees whom in an unrolled pass: documents of these lengths lie one after the other, and query n belongs to
-    slot starts_N[n]. It sees the slots of its own document up to its own, and its own entry of each earlier pass."""
-
-    lengths: tuple[int, ...]
-    starts_N: Tensor
-
-
-def unrolled_attention(
-    q_NHd: Tensor, base: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], columns: Columns
-) -> Tensor:
-    """Attention output [N, H, d] over the base keys and values [T, G, d] and the own column: one pair [N, G, d] for
-    each earlier pass and the present one. Linear memory on CPU; elsewhere the dense reference."""
-    own_k, own_v = (torch.stack(states) if states else q_NHd.new_zeros(0) for states in _unzip(own))
-    if q_NHd.device.type == "cpu":
-        return _Merged.apply(q_NHd, *base, own_k, own_v, columns)  # type: ignore[no-untyped-call]
-    return dense_attention(q_NHd, base, own, columns)
-
-
-def dense_attention(
-    q_NHd: Tensor, base: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], columns: Columns
-) -> Tensor:
-    """The reference: every score written out, one softmax over base slots and own column together."""
-    keys, values = (_spread(states, q_NHd.shape[1]) for states in base)
-    document_T = torch.repeat_interleave(torch.arange(len(columns.lengths)), torch.tensor(columns.lengths)).to(
-        q_NHd.device
-    )
-    slot_T = torch.arange(len(document_T), device=q_NHd.device)
-    starts = columns.starts_N
-    seen_NT = (document_T[starts][:, None] == document_T) & (slot_T <= starts[:, None])
-    scores = torch.einsum("nhd,thd->nht", q_NHd, keys).masked_fill(~seen_NT[:, None], -torch.inf)
-    diagonal = [(q_NHd * _spread(k, q_NHd.shape[1])).sum(-1, keepdim=True) for k, _ in own]
-    logits = wide(torch.cat([scores, *diagonal], dim=-1)) * q_NHd.shape[-1] ** -0.5
-    weights = torch.softmax(logits, -1).to(values.dtype)
-    out = torch.einsum("nht,thd->nhd", weights[..., : len(slot_T)], values)
-    for j, (_, v) in enumerate(own):
-        out = out + weights[..., len(slot_T) + j, None] * _spread(v, q_NHd.shape[1])
-    return out
-
-
-class _Merged(torch.autograd.Function):
-    """Flash attention over each document, merged with the own column by log-sum-exp.
-
-    The backward pass of flash attention needs nothing but the final output and the final log-sum-exp; handing it the
-    *merged* ones makes its probabilities those of the joint softmax, so the base part of the gradient is exact.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, columns: Columns) -> Tensor:
-        groups, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
-        starts, total = columns.starts_N, k.shape[0]
-        q_all = q.new_zeros(total, *q.shape[1:]).index_copy_(0, starts, q)
-        out_all, lse_all = _flash(q_all, _spread(k, q.shape[1]), _spread(v, q.shape[1]), columns.lengths)
-        out, lse = out_all[starts], lse_all[starts]
-        if len(own_k):
-            scores = (_grouped(q, groups)[None] * own_k[:, :, :, None]).sum(-1, dtype=lse.dtype).flatten(-2) * scale
-            merged = torch.logsumexp(torch.cat([lse[None], scores]), dim=0)
-            share = (scores - merged).exp()
-            out = (lse - merged).exp()[..., None] * out
-            out = out + (share.unflatten(-1, (-1, groups))[..., None] * own_v[:, :, :, None]).sum(0).flatten(1, 2)
-            out, lse = out.to(q.dtype), merged
-        else:
-            share = lse.new_zeros(0)
-        ctx.save_for_backward(q_all, k, v, own_k, own_v, out, lse, share)
-        ctx.columns = columns
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_all, k, v, own_k, own_v, out, lse, share = ctx.saved_tensors
-        starts, heads, scale = ctx.columns.starts_N, q_all.shape[1], q_all.shape[-1] ** -0.5
-        groups, grad = heads // k.shape[1], grads[0].to(out.dtype)
-
-        def placed(states: Tensor) -> Tensor:
-            return states.new_zeros(len(k), *states.shape[1:]).index_copy_(0, starts, states)
-
-        dq_all, dk, dv = _flash_backward(
-            placed(grad),
-            q_all,
-            _spread(k, heads),
-            _spread(v, heads),
-            (placed(out), placed(lse), ctx.columns.lengths),
-        )
-        dq = dq_all[starts]
-        dk, dv = (states.unflatten(1, (-1, groups)).sum(2) for states in (dk, dv))
-        if not len(own_k):
-            return dq, dk, dv, None, None, None
-        share_g, grad_g = share.unflatten(-1, (-1, groups))[..., None], _grouped(grad, groups)[None]
-        delta = (grad * out).sum(-1, dtype=lse.dtype).unflatten(-1, (-1, groups))[None, ..., None]
-        own_dv = (share_g * grad_g).sum(3)
-        dscore = share_g * ((grad_g * own_v[:, :, :, None]).sum(-1, keepdim=True, dtype=lse.dtype) - delta) * scale
-        own_dk = (dscore * _grouped(q_all[starts], groups)[None]).sum(3)
-        dq = dq + (dscore * own_k[:, :, :, None]).sum(0).flatten(1, 2)
-        return dq.to(out.dtype), dk, dv, own_dk.to(own_k.dtype), own_dv.to(own_v.dtype), None
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Causal attention inside each document: output [T, H, d] and log-sum-exp [T, H]."""
-    out, lse = [], []
-    for parts in zip(*(_documents(states, lengths) for states in (q, k, v)), strict=True):
-        o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, True)
-        out.append(o[0].transpose(0, 1))
-        lse.append(s[0].T)
-    return torch.cat(out), torch.cat(lse)
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, result: tuple[Tensor, Tensor, Sequence[int]]
-) -> tuple[Tensor, ...]:
-    out, lse, lengths = result
-    pieces = []
-    for parts in zip(
-        *(_documents(states, lengths) for states in (grad, q, k, v, out)), lse.split(list(lengths)), strict=True
-    ):
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *parts[:5], parts[5].T[None], 0.0, True
-        )
-        pieces.append([states[0].transpose(0, 1) for states in grads])
-    return tuple(torch.cat(states) for states in zip(*pieces, strict=True))
-
-
-def _documents(states: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """[T, H, d] as one [1, H, t, d] for each document."""
-    return [part.transpose(0, 1)[None] for part in states.split(list(lengths))]
-
-
-def _spread(states: Tensor, heads: int) -> Tensor:
-    """Repeat key/value heads [T, G, d] so that each query head has its own [T, H, d]."""
-    return states if states.shape[1] == heads else states.repeat_interleave(heads // states.shape[1], dim=1)
-
-
-def _grouped(states: Tensor, groups: int) -> Tensor:
-    """Query heads [N, H, d] grouped by the key/value head they share [N, G, groups, d]."""
-    return states.unflatten(1, (-1, groups))
-
-
-def _unzip(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    return [first for first, _ in pairs], [second for _, second in pairs]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from heads.base import wide
 
-CHUNK = 256  # places; the logits of all passes over them exist at once
+LOGITS = 1 << 24  # of all passes over a chunk of places that exist at the same time
 _TINY = 1e-12
 
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -156,9 +156,10 @@ class _Unrolled(torch.autograd.Function):
         overlap_KN = wide(hidden_KND).new_zeros(depth, starts)
         hidden_grad = torch.zeros_like(hidden_KND)
         weight_grad = torch.zeros_like(wide(weight_WD))
-        for low in range(0, starts, CHUNK):
-            p_CW, negentropy_C = target.probs(low, min(starts, low + CHUNK))
-            spans = _spans(low, min(starts, low + CHUNK), valid_KN)
+        chunk = max(1, LOGITS // (depth * len(weight_WD)))
+        for low in range(0, starts, chunk):
+            p_CW, negentropy_C = target.probs(low, min(starts, low + chunk))
+            spans = _spans(low, min(starts, low + chunk), valid_KN)
             # One product for all passes over these places, and the rows of a pass are a view of it.
             hidden_RD = torch.cat([hidden_KND[span.k, span.rows] for span in spans])
             logits_RW = hidden_RD @ weight.T

@@ -29,11 +29,18 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, err
 INTERRUPTED = 130
 
 
-def script(config: str = "config") -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
-    """Make an entry point of a function of the config: Hydra composes it, and every mistake is one line on stderr."""
+def script(
+    config: str = "config", *, launched: bool = False
+) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Make an entry point of a function of the config: Hydra composes it, and every mistake is one line on stderr.
+
+    launched: `accelerate launch` may start it several times over; any other command would do its work several times.
+    """
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
-        composed = hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(one_sentence(main))
+        composed = hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(
+            one_sentence(main, launched=launched)
+        )
 
         @functools.wraps(main)
         def entry() -> None:
@@ -50,7 +57,7 @@ def script(config: str = "config") -> Callable[[Callable[[DictConfig], None]], C
     return decorate
 
 
-def one_sentence(main: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
+def one_sentence(main: Callable[[DictConfig], None], *, launched: bool = False) -> Callable[[DictConfig], None]:
     """Turn mistakes of the user and a full disk into one line on stderr and exit code 2."""
 
     @functools.wraps(main)
@@ -58,6 +65,11 @@ def one_sentence(main: Callable[[DictConfig], None]) -> Callable[[DictConfig], N
         from heads.artifact import UserError
 
         try:
+            if not launched and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise UserError(
+                    f"{sys.argv[0]} was started as one of {os.environ['WORLD_SIZE']} processes, but it runs as one; "
+                    f"start it with `python -m`, and only scripts.train with `accelerate launch`."
+                )
             for name, kind in (("seed", int), ("run_dir", str), ("head_dir", str)):
                 check_value(name, cfg[name], kind)
             main(cfg)

@@ -45,6 +45,16 @@ def copied(finished: e2e.Finished, tmp_path: Path) -> e2e.Place:
     return place
 
 
+def test_only_training_is_launched_several_times(
+    refuse: Refuse, finished: e2e.Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "only scripts.train with `accelerate launch`" in refuse(pipeline.run)
+    seen: list[DictConfig] = []
+    one_sentence(seen.append, launched=True)(e2e.config(*finished.place.overrides))
+    assert len(seen) == 1
+
+
 # ---- traffic ----------------------------------------------------------------------------------------------------
 
 

@@ -1,11 +1,14 @@
-"""The unrolled attention: the fast form is the dense reference, and no slot sees the future or a neighbour."""
+"""The unrolled attention: the fast form is the dense reference, and no slot sees the future or a neighbour. The norm:
+transformers' own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from heads.layers import Columns, dense_attention, unrolled_attention
+from heads.layers import RMSNorm
+from heads.unrolled import Columns, dense_attention, unrolled_attention
 
 
 def problem(dtype: torch.dtype, passes: int) -> tuple[list[torch.Tensor], Columns]:
@@ -35,6 +38,52 @@ def test_fast_equals_dense(dtype: torch.dtype, tolerance: float, passes: int) ->
     theirs = torch.autograd.grad((dense * weight).sum(), tensors)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_autocast_changes_nothing() -> None:
+    """Backward recomputes the scores outside of autocast: those of forward must be as precise, however large."""
+    tensors, columns = problem(torch.bfloat16, 2)
+    large = [(20 * tensor).detach().requires_grad_() for tensor in tensors]
+    plain = run(unrolled_attention, large, columns)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = run(unrolled_attention, large, columns)
+    assert torch.equal(plain, cast)
+    weight = torch.randn_like(plain)
+    for a, b in zip(*(torch.autograd.grad((out * weight).sum(), large) for out in (plain, cast)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("scores", [1, 12, 20])
+def test_blocks_of_any_size_give_the_same(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One query at a time, two or four in the longest document."""
+    tensors, columns = problem(torch.float64, 2)
+    whole = run(unrolled_attention, tensors, columns)
+    expected = torch.autograd.grad(whole.square().sum(), tensors)
+    monkeypatch.setattr("heads.unrolled.SCORES", scores)
+    columns = Columns(columns.lengths, columns.starts_N)
+    assert len(columns.blocks) > 3
+    blocked = run(unrolled_attention, tensors, columns)
+    torch.testing.assert_close(blocked, whole, rtol=1e-12, atol=1e-12)
+    for a, b in zip(torch.autograd.grad(blocked.square().sum(), tensors), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+def test_norm_is_that_of_transformers_in_value_and_gradient(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(1)
+    ours, theirs = RMSNorm(32, 1e-5).to(dtype), LlamaRMSNorm(32, 1e-5).to(dtype)
+    states = torch.randn(2, 5, 32, dtype=dtype, requires_grad=True)
+    for norm in (ours, theirs):
+        norm.load_state_dict({"weight": torch.linspace(0.5, 2, 32)})
+    weight = torch.randn(2, 5, 32, dtype=dtype)
+    grads = [torch.autograd.grad((norm(states) * weight).sum(), [states, norm.weight]) for norm in (ours, theirs)]
+    if dtype is torch.float64:  # transformers norms in fp32 whatever it is given
+        tolerance = 1e-5
+    torch.testing.assert_close(ours(states), theirs(states), rtol=tolerance, atol=tolerance)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(states), theirs(states), rtol=tolerance, atol=tolerance)
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("form", [unrolled_attention, dense_attention])

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from eval.decode import DecodeSettings, Proposer, Request, decode
+from eval.exactness import LawSettings, law_after
 from eval.proposers.draft_model import draft_model
 from eval.proposers.early_exit import early_exit, truncated
 from eval.proposers.translated_draft import TranslatedDraft
@@ -123,32 +124,10 @@ def test_every_draft_length_is_exact(llama: Scene, name: str, gamma: int) -> Non
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_sampled_tokens_follow_the_target(llama: Scene, name: str) -> None:
-    """Three tokens after a fixed prompt: frequencies against the target's exact probabilities."""
-    sampling, copies, prompt = Sampling(0.7, top_k=3), 1200, requests()[1].prompt
-    batch = [Request(str(n), "all", prompt) for n in range(copies)]
-    settings = DecodeSettings(3, sampling, max_new_tokens=3, rows=copies, seed=7)
-    counts: dict[tuple[int, ...], int] = {}
-    for trace in decode(llama.target, batch, llama.rival(name), settings):
-        counts[tuple(trace.tokens)] = counts.get(tuple(trace.tokens), 0) + 1
-    exact = exact_law(llama.target, prompt, sampling)
-    assert set(counts) <= set(exact)
-    terms = [(counts.get(key, 0) - p * copies) ** 2 / (p * copies) for key, p in exact.items() if p * copies >= 5]
-    assert sum(terms) < len(terms) + 5 * (2 * len(terms)) ** 0.5, f"χ² {sum(terms):.1f} over {len(terms)} cells"
-
-
-def exact_law(target: FrozenTarget, prompt: tuple[int, ...], sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """Probability of every text of three tokens, or fewer where it ends."""
-    grown, ended = {(): 1.0}, {}
-    for _ in range(3):
-        longer: dict[tuple[int, ...], float] = {}
-        for text, weight in grown.items():
-            p_V = sampling.probabilities(target.logits(target.forward(torch.tensor([prompt + text])).last_BTD[0, -1:]))[
-                0
-            ]
-            for token in p_V.nonzero()[:, 0].tolist():
-                (ended if token in target.eos_token_ids else longer)[(*text, token)] = weight * p_V[token].item()
-        grown = longer
-    return {**ended, **grown}
+    """Three tokens after a fixed prompt: χ² of the frequencies against the target's exact probabilities."""
+    settings = LawSettings(Sampling(0.7, top_k=3), copies=1200, length=3, gamma=3, seed=7)
+    outcome = law_after(llama.target, requests()[1].prompt, llama.rival(name), settings)
+    assert outcome.impossible == 0 and outcome.cells > 5 and outcome.p_value > 1e-4, outcome
 
 
 def test_a_draft_that_is_the_target_is_accepted_whole(llama: Scene) -> None:

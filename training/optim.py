@@ -92,7 +92,7 @@ def _decays(name: str, parameter: Tensor) -> bool:
 
 def build_optimizer(module: nn.Module, settings: OptimSettings) -> torch.optim.Optimizer:
     """The optimizer over the module's trainable parameters."""
-    return torch.optim.AdamW(parameter_groups(module, settings), betas=settings.betas, eps=settings.eps)
+    return torch.optim.AdamW(parameter_groups(module, settings), betas=settings.betas, eps=settings.eps, fused=True)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimSettings, total_steps: int) -> LRScheduler:
