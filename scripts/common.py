@@ -47,6 +47,10 @@ def script(
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors on instead of printing them
             try:
                 composed()
+            except ValueError as error:  # Hydra's own, of a group that is given something else than names
+                if "Config group override must be" not in str(error):
+                    raise
+                sys.exit(_fail("A group takes the name of a file in conf/, or names: rival=[…], rival=[] for none."))
             except InstantiationException:  # a fault of ours, which deserves its traceback
                 raise
             except (HydraException, OmegaConfBaseException) as error:

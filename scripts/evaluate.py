@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from scripts.common import load_target, script
 from scripts.rivals import build_rivals, rivals_identity
-from scripts.settings import build, plain
+from scripts.settings import build, generation_settings, plain
 
 if TYPE_CHECKING:
     from eval.decode import Proposer, Request
@@ -37,10 +37,11 @@ def run(cfg: DictConfig) -> None:
     folder, head_dir = Path(cfg.run_dir) / "report", Path(cfg.head_dir)
     head_facts = read_manifest(head_dir, "head")
     name = head_facts["name"]
-    print(f"evaluate  {name} of {head_dir} on the held-out requests", flush=True)
+    plan = build(cfg, "eval", seed=cfg.seed)
+    drafter = name if plan.tree is None else f"{name}_tree"
+    print(f"evaluate  {drafter} of {head_dir} on the held-out requests", flush=True)
     requests = held_out_requests(cfg)
     traffic = read_manifest(Path(cfg.run_dir) / "traffic", "traffic")
-    plan = build(cfg, "eval", seed=cfg.seed)
     with Steps() as steps:
         suite = Suite(
             requests=requests,
@@ -59,7 +60,7 @@ def run(cfg: DictConfig) -> None:
             announce=steps.begin,
             progress=steps.advance,
         )
-        runs = suite.run([name, *map(str, cfg.rivals)])
+        runs = suite.run([drafter, *map(str, cfg.rivals)])
     report = build_report(
         runs=runs,
         target={"path": cfg.target.path, **head_facts["target"]},
@@ -91,7 +92,7 @@ def held_out_requests(cfg: DictConfig) -> list[Request]:
         Request(conversation.id, conversation.slice, tuple(render(tokenizer, conversation.messages())))
         for conversation in held_out
     ]
-    longest = cfg.generation.max_prompt_tokens
+    longest = generation_settings(cfg).max_prompt_tokens
     fitting = [request for request in requests if len(request.prompt) <= longest]
     if len(fitting) < len(requests):
         print(f"          {len(requests) - len(fitting)} left out: prompts over {longest} tokens", flush=True)

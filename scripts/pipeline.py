@@ -1,4 +1,4 @@
-"""Traffic to a proven head in one command: collect, train, evaluate, export. A finished stage is used as it is.
+"""Traffic to a head in one command: collect, train, evaluate, export. A finished stage is used as it is.
 
 python -m scripts.pipeline experiment=demo
 python -m scripts.pipeline name=mine target=custom target.path=my/model traffic=jsonl traffic.path=prompts.jsonl

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from scripts.common import load_target, script
-from scripts.settings import build, plain
+from scripts.settings import build, check_node, plain
 
 if TYPE_CHECKING:
     from eval.certificate import ProofSettings
@@ -30,22 +30,28 @@ def run(cfg: DictConfig) -> bool:
 
     how: ProofSettings = build(cfg, "prove")
     check_damage(cfg.damage)
-    folder, head_dir = Path(cfg.run_dir) / "certificate", Path(cfg.head_dir)
+    # A proof that is broken on purpose must not replace the real one.
+    folder = Path(cfg.run_dir) / ("certificate" if cfg.damage is None else f"certificate-{cfg.damage}")
+    head_dir = Path(cfg.head_dir)
     head = read_manifest(head_dir, "head")
+    for name in cfg.rivals:
+        check_node(cfg, f"rivals.{name}")
     requests = _chosen(cfg, how)
     print(f"prove     {head['name']} of {head_dir}: {len(requests)} held-out prompts", flush=True)
     proof = Certificate(damage=cfg.damage)
+    for dtype in how.dtypes:
+        target = load_target(cfg, dtype)
+        prove_on(proof, how, target, requests, _proposers(cfg, how, target, requests), _say)
+        del target  # before the next one is loaded
     proof.tiny = [check(case, damage=cfg.damage, samples=how.samples) for case in exact_cases()]
     proof.controls = {name: check(case, damage=name, samples=how.samples) for name, case in CONTROLS.items()}
     proof.typical = [check(case, samples=how.samples) for case in typical_cases()]
     _say(f"the law of {len(proof.tiny)} cases over a tiny vocabulary, {len(proof.controls)} controls")
-    for dtype in how.dtypes:
-        target = load_target(cfg, dtype)
-        prove_on(proof, how, target, requests, _proposers(cfg, how, target, requests), _say)
     facts = {"name": head["name"], "sha256": head["sha256"]}
     write_json(folder / "certificate.json", {"head": facts, "target": head["target"], **proof.to_json()})
     write_atomic(folder / "certificate.md", to_markdown(proof, facts, head["target"]))
     body = {"files": ["certificate.json", "certificate.md"], "passed": proof.passed, "verdict": proof.verdict}
+    body["damage"] = cfg.damage
     write_manifest(folder, "certificate", body, plain(cfg))
     for complaint in proof.complaints[:10]:
         _say(complaint)
@@ -68,7 +74,9 @@ def _proposers(
         found[f"{HEAD}, tree"] = TreeDrafter(found[HEAD], dynamic_tree(how.tree, "prove.tree"))
     found |= build_rivals(cfg, target, requests)
     if cfg.damage is not None:
-        return {name: DamagedDraft(one, cfg.damage, target.vocab_size) for name, one in found.items()}
+        # A damage changes what is verified, which a proposer that reads the verdict on every node would notice.
+        honest = {name: one for name, one in found.items() if not one.needs.judged}
+        return {name: DamagedDraft(one, cfg.damage, target.vocab_size) for name, one in honest.items()}
     return found
 
 
@@ -80,8 +88,8 @@ def _chosen(cfg: DictConfig, how: ProofSettings) -> list[Request]:
     there = held_out_requests(cfg)
     if how.requests > len(there):
         raise UserError(
-            f"prove.requests={how.requests} must be at most the {len(there)} held-out prompts of {cfg.run_dir}; "
-            f"give more traffic or raise traffic.held_out."
+            f"prove.requests={how.requests} is more than the {len(there)} held-out prompts of {cfg.run_dir}; set "
+            f"prove.requests={len(there)}, or collect more traffic."
         )
     return [there[index * len(there) // how.requests] for index in range(how.requests)]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from scripts.common import load_target, script
-from scripts.settings import plain
+from scripts.settings import check_value, plain
 
 if TYPE_CHECKING:
     from eval.decode import Request
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from eval.trace import RequestTrace
 
 LEAST = 20
+_SETTINGS = {
+    **dict.fromkeys(("gamma", "requests", "max_new_tokens", "rows", "batch"), int),
+    **dict.fromkeys(("damage", "control"), str | None),
+    **{"serve_python": str, "timeout": float, "dtypes": list[str]},
+}
 
 
 def run(cfg: DictConfig) -> bool:
@@ -37,6 +42,9 @@ def run(cfg: DictConfig) -> bool:
     from heads.checkpoint import load_head
     from heads.export.vllm import check_export
 
+    values = plain(cfg)
+    for name, hint in _SETTINGS.items():
+        check_value(name, values[name], hint)
     folder, export = Path(cfg.run_dir) / "serve_check", Path(cfg.run_dir) / "export"
     manifest = check_export(export, head=load_head(cfg.head_dir))
     check_interpreter(cfg.serve_python)

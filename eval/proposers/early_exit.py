@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 
+import torch
+
 from eval.proposers.draft_model import DraftModel
 from heads.artifact import UserError
+from heads.cache import BlockCache
 from heads.target import FrozenTarget
 
 
@@ -24,7 +27,15 @@ def early_exit(*, target: FrozenTarget, exit_layer: int | None = None) -> DraftM
             f"rivals.early_exit.exit_layer={layers} must be between 1 and {target.num_layers - 1} "
             f"for a target of {target.num_layers} layers."
         )
-    return DraftModel(model=truncated(target, layers), vocab_size=target.vocab_size)
+    view = truncated(target, layers)
+    cache = BlockCache(1, target.device)
+    view.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device), cache=cache)
+    if len(cache.kv.layers) != layers:
+        raise UserError(
+            f"{type(target.model).__name__} runs all of its layers whatever its config says, so it cannot exit early; "
+            f"leave early_exit out of rival=[…]."
+        )
+    return DraftModel(model=view, vocab_size=target.vocab_size)
 
 
 def truncated(target: FrozenTarget, layers: int) -> FrozenTarget:

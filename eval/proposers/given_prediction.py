@@ -103,7 +103,7 @@ class GivenPrediction:
 def read_predictions(path: str) -> dict[str, str]:
     """Predicted text by request id. Raises UserError naming the line that is wrong."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"rivals.given_prediction.path={path} cannot be read as text ({type(error).__name__}); "
@@ -115,7 +115,7 @@ def read_predictions(path: str) -> dict[str, str]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # no JSON, digits without end, brackets without end
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("prediction"), str) or "id" not in row:
             raise UserError(f'Line {number} of {path} is not {{"id": …, "prediction": "text"}}; correct or delete it.')

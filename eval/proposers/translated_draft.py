@@ -71,10 +71,11 @@ class TranslatedDraft:
 
     def _continuation(self, row: _Row, depth: int) -> list[int]:
         ids_1N = torch.tensor([row.text], device=self.model.device)
+        text = self.target.tokenizer.decode(row.text, skip_special_tokens=True)
+        length = len(self.model.tokenizer(text)["input_ids"])
+        if length + depth > self.model.max_length or not length:  # no room, or nothing to go on from yet
+            return []
         if row.translation is None:
-            text = self.target.tokenizer.decode(row.text, skip_special_tokens=True)
-            if not self.model.tokenizer(text)["input_ids"]:  # nothing to go on from yet
-                return []
             row.translation = self._translation(ids_1N)
         row.translation.num_assistant_tokens = depth
         candidates_1N, _ = row.translation.get_candidates(ids_1N)
