@@ -53,7 +53,7 @@ DEFINITIONS: dict[str, str] = {
     "texts saved; runs low, the more so the shorter the texts.",
     "expected_tokens_per_round": "The formula (1 - alpha^(gamma+1)) / (1 - alpha) at the pooled alpha "
     "(gamma + 1 at alpha = 1), which assumes independent acceptances; averaged over proposed lengths where "
-    "these vary.",
+    "these vary. Not defined for trees.",
     "formula_gap": "Formula / measured - 1: above 0 the formula promises more than the decoder delivers.",
     "interval": "95 % interval by resampling whole requests (cluster bootstrap, percentile, widened for few "
     f"requests); null below {MIN_CLUSTERS} requests or where a resample leaves the number undefined.",
@@ -315,6 +315,7 @@ def measure(
     """
     rounds = [r for t in traces for r in t.rounds]
     uncut = [r for r in rounds if not r.cut]
+    trees = any(r.tree for r in rounds)  # their depth depends on what was accepted, which the formula does not know
     clocks = {t.request_id: t for t in (traces if timed is None else timed)}
     twins = {t.request_id: t for t in plain if t.request_id in clocks}
     pairs = {t.request_id: (clocks[t.request_id], twins[t.request_id]) for t in traces if t.request_id in twins}
@@ -340,8 +341,8 @@ def measure(
         tokens_per_round_macro=got["tokens_per_round_macro"][0],
         tokens_per_round_uncut=sum(r.emitted for r in uncut) / len(uncut) if uncut else None,
         tokens_per_round_text=sum(r.emitted for r in rounds) / len(rounds) if rounds else None,
-        expected_tokens_per_round=got["expected_tokens_per_round"][0],
-        formula_gap=got["formula_gap"][0],
+        expected_tokens_per_round=Estimate(None) if trees else got["expected_tokens_per_round"][0],
+        formula_gap=Estimate(None) if trees else got["formula_gap"][0],
         speedup=got["speedup"][0] if pairs else None,
         speedup_with_prompt=got["speedup_with_prompt"][0] if pairs else None,
         paired_requests=len(pairs),

@@ -92,6 +92,10 @@ class Fit:
         rest = ~likely & (exact > 0)
         observed = torch.cat([seen[likely], seen[rest].sum()[None]])
         expected = torch.cat([exact[likely], exact[rest].sum()[None]]) * samples
+        if 0 < expected[-1] < 5 and len(expected) > 1:  # too few even together: with the rarest of the others
+            rarest = int(expected[:-1].argmin())
+            observed[rarest], expected[rarest] = observed[rarest] + observed[-1], expected[rarest] + expected[-1]
+            observed, expected = observed[:-1], expected[:-1]
         observed, expected = observed[expected > 0], expected[expected > 0]
         expected *= observed.sum() / expected.sum()
         alone = len(expected) < 2

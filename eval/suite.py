@@ -194,13 +194,14 @@ class Suite:
         if not chosen:
             return {}
         name = f"timed-{task.dtype}"
-        if (kept := self._kept(name)) is not None:
+        names = list(proposers)
+        if (kept := self._kept(name)) is not None and kept[0]["proposers"] == names:
             traces = kept[1]
-            return {key: list(traces[n * len(chosen) :][: len(chosen)]) for n, key in enumerate(proposers)}
+            return {key: list(traces[n * len(chosen) :][: len(chosen)]) for n, key in enumerate(names)}
         self.announce(f"{task.dtype}: {' · '.join(proposers)} in turn, timed", len(chosen) * len(proposers))
         settings = self._settings(Task("", task.dtype, 0.0, self.plan.gamma))
         found = interleaved(target, chosen, proposers, settings, self._count)
-        self._keep(name, {}, [trace for key in proposers for trace in found[key]])
+        self._keep(name, {"proposers": names}, [trace for key in names for trace in found[key]])
         return found
 
     def _settings(self, task: Task) -> DecodeSettings:

@@ -25,6 +25,7 @@ class Round:
               complete, not cut. Only the last round of a request can be cut.
     beta      T > 0: Σ min(p, q) at each examined position, in order; empty for greedy decoding.
     verified  accepted drafts before the text was cut, which is what a server counts; None: the same.
+    tree      the proposal was no chain; `proposed` is then how deep it could have been followed along this path.
     """
 
     proposed: int
@@ -32,6 +33,7 @@ class Round:
     cut: bool = False
     beta: tuple[float, ...] = ()
     verified: int | None = None
+    tree: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.accepted <= self.server_accepted <= self.proposed, self
@@ -97,7 +99,8 @@ class RequestTrace:
         if missing:
             raise ValueError(f"A trace lacks {', '.join(missing)}: written by another version; evaluate again.")
         rounds = [
-            Round(r["proposed"], r["accepted"], r["cut"], tuple(r["beta"]), r["verified"]) for r in value["rounds"]
+            Round(r["proposed"], r["accepted"], r["cut"], tuple(r["beta"]), r["verified"], r["tree"])
+            for r in value["rounds"]
         ]
         return cls(**{**{f.name: value[f.name] for f in fields(cls)}, "rounds": rounds})
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.artifact import UserError
@@ -216,10 +217,24 @@ class Proposal:
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """The frozen parts of the target that heads share: input embeddings [V, D] and vocabulary projection [V, D]."""
+    """The frozen parts of the target that heads share: input embeddings [V, D] and vocabulary projection [V, D], with
+    its bias [V] and the cap c of logits, c · tanh(logit / c), where the target has them."""
 
     embedding_VD: Tensor
     lm_head_VD: Tensor
+    bias_V: Tensor | None = None
+    softcap: float | None = None
+
+    def over(self, ids_W: Tensor) -> TargetWeights:
+        """The same with the rows of the projection that belong to these tokens."""
+        ids_W = ids_W.to(self.lm_head_VD.device)
+        bias_W = None if self.bias_V is None else self.bias_V[ids_W]
+        return TargetWeights(self.embedding_VD, self.lm_head_VD[ids_W], bias_W, self.softcap)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """The target's logits [..., V] in its own dtype from states after the final norm [..., D]."""
+        logits = F.linear(last.to(self.lm_head_VD.dtype), self.lm_head_VD, self.bias_V)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 class DraftHead(nn.Module, ABC):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from heads.artifact import UserError
 from heads.base import Committed, DraftHead, Draw, FeatureNeeds, LossSums, Proposal, TargetFeatures, TargetWeights
 from heads.cache import Block, BlockCache
-from heads.layers import BlockSizes, DraftBlock, RMSNorm, copy_last_layer, rotary
+from heads.layers import BlockSizes, DraftBlock, RMSNorm, Rotary, copy_last_layer
 from heads.losses import KERNELS, TargetRows, unrolled_loss
 from heads.target import FrozenTarget
 from heads.tree_draft import Tree, draft_tree
@@ -94,12 +94,12 @@ class Eagle3Head(DraftHead):
         self.layer = DraftBlock(config, 2 * width)
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, len(vocab.ids_W), bias=False)
-        self.rotary = rotary(config)
+        self.rotary = Rotary(config)
 
     def attach(self, target: TargetWeights) -> None:
         super().attach(target)
         # The target's logits over the draft vocabulary need these rows only.
-        self._rows = [target.lm_head_VD[self.vocab.ids_W.to(target.lm_head_VD.device)]]
+        self._draftable = [target.over(self.vocab.ids_W)]
 
     @torch.no_grad()
     def initialise(self, target: FrozenTarget) -> None:
@@ -133,7 +133,7 @@ class Eagle3Head(DraftHead):
         places_N = starts_N + 1
         target = TargetRows(
             last_ND=features.last_TD[places_N],
-            rows_WD=self._rows[0],
+            weights=self._draftable[0],
             lse_N=features.lse_T[places_N],
             token_N=self._draft_ids(features.ids_T[places_N + 1]),
         )

@@ -6,7 +6,7 @@ Only the attention differs from a plain block: its input may be wider than the m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,9 +193,21 @@ def copy_last_layer(block: DraftBlock, model: PreTrainedModel) -> dict[str, Tens
     return gains
 
 
-def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
-    """Rotary tables; called as rope(states, positions [rows, T]) they give cos and sin [rows, T, head_dim]."""
-    return LlamaRotaryEmbedding(config)
+class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]  # transformers is taken as untyped
+    """Rotary tables; called with states and positions [rows, T] they give cos and sin [rows, T, head_dim].
+
+    The frequencies stay in fp32 when a head is cast: rounded to bf16, angles are off by up to a radian after some
+    hundred positions, which costs acceptance and is not what training and servers compute.
+    """
+
+    inv_freq: Tensor
+    original_inv_freq: Tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        kept = self.inv_freq, self.original_inv_freq
+        super()._apply(fn, recurse)
+        self.inv_freq, self.original_inv_freq = (states.to(self.inv_freq.device) for states in kept)
+        return self
 
 
 def _rotate(states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.base import wide
+from heads.base import TargetWeights, wide
 
 LOGITS = 1 << 24  # of all passes over a chunk of places that exist at the same time
 _TINY = 1e-12
@@ -74,19 +74,18 @@ def reference_loss(kind: str, logits_CW: Tensor, p_CW: Tensor) -> Tensor:
 class TargetRows:
     """The target at the N predicted places, as much of it as the loss needs.
 
-    last_ND: states after the final norm; rows_WD: the target's vocabulary projection restricted to the draft
-    vocabulary; lse_N: log-sum-exp over the full vocabulary; token_N: the draft id of the token that the target wrote,
-    -1 if the draft cannot propose it.
+    last_ND: states after the final norm; weights: the target's own, over the draft vocabulary; lse_N: log-sum-exp over
+    the full vocabulary; token_N: the draft id of the token that the target wrote, -1 if the draft cannot propose it.
     """
 
     last_ND: Tensor
-    rows_WD: Tensor
+    weights: TargetWeights
     lse_N: Tensor
     token_N: Tensor
 
     def probs(self, low: int, high: int) -> tuple[Tensor, Tensor]:
         """p_CW over the draft vocabulary for places low…high, fp32, which may sum to less than one, and Σ p log p."""
-        logits_CW = wide(self.last_ND[low:high].to(self.rows_WD.dtype) @ self.rows_WD.T)
+        logits_CW = wide(self.weights.logits(self.last_ND[low:high]))
         log_p_CW = logits_CW.sub_(self.lse_N[low:high, None])
         p_CW = log_p_CW.exp()
         return p_CW, log_p_CW.mul_(p_CW).sum(-1)

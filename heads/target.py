@@ -126,9 +126,12 @@ class FrozenTarget:
     @property
     def weights(self) -> TargetWeights:
         """What heads share: the embedding and vocabulary matrices of the loaded model (the same one if tied)."""
+        projection = self.model.get_output_embeddings()
         return TargetWeights(
             embedding_VD=self.model.get_input_embeddings().weight.detach(),
-            lm_head_VD=self.model.get_output_embeddings().weight.detach(),
+            lm_head_VD=projection.weight.detach(),
+            bias_V=None if projection.bias is None else projection.bias.detach(),
+            softcap=self._softcap,
         )
 
     @torch.inference_mode()

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 def run(cfg: DictConfig) -> None:
     """Write runs/<name>/report; parts of an evaluation that are already there are not repeated."""
+    import torch
     from rich.console import Console
 
     from eval.report import build_report
     from eval.report_page import render_page
     from eval.report_table import render_table
     from eval.suite import Suite
-    from heads.artifact import provenance, read_manifest, write_atomic, write_json, write_manifest
+    from heads.artifact import digest, provenance, read_manifest, write_atomic, write_json, write_manifest
     from scripts.show import Steps
 
     folder, head_dir = Path(cfg.run_dir) / "report", Path(cfg.head_dir)
@@ -51,6 +52,7 @@ def run(cfg: DictConfig) -> None:
                 "head": head_facts["sha256"],
                 "target": head_facts["target"]["weights"],
                 "rivals": rivals_identity(cfg),
+                "run_as": digest([plain(cfg.target), torch.cuda.is_available()]),
             },
             load_target=lambda dtype: load_target(cfg, dtype),
             make_proposers=lambda target: {

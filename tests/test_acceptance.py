@@ -170,6 +170,12 @@ def test_speedup_is_that_of_decoding_and_the_prompt_only_dilutes_it() -> None:
     assert m.speedup_with_prompt is not None and m.speedup_with_prompt.value == pytest.approx(1.5)
 
 
+def test_the_formula_says_nothing_about_trees() -> None:
+    m = measure([trace_of([Round(2, 1, tree=True), Round(1, 1, tree=True)])], gamma=2)
+    assert m.expected_tokens_per_round == m.formula_gap == Estimate(None)
+    assert m.tokens_per_round.value == pytest.approx(2.0)
+
+
 def test_only_requests_decoded_both_ways_enter_the_speedup() -> None:
     a, b = (
         trace_of([Round(2, 2)], request_id="a", seconds=1.0),

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Gemma2Config, PreTrainedTokenizerFast
 
 from eval.decode import Clock, DecodeSettings, Request, decode
-from eval.exactness import LawSettings, exact_texts, law_after
+from eval.exactness import LawSettings, exact_texts, generate_texts, law_after
 from eval.proposers.prompt_lookup import PromptLookup
 from eval.sampling import Sampling
 from heads.artifact import UserError
@@ -320,6 +320,15 @@ def test_the_same_seed_gives_the_same_text(known) -> None:
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_the_truth_ignores_how_the_target_likes_to_be_sampled(tmp_path) -> None:
+    """A penalty in the model's own generation config is not what plain greedy decoding means here."""
+    target = load_tiny(tmp_path)
+    plain = [trace.tokens for trace in decode(target, requests(), None, DecodeSettings(max_new_tokens=NEW))]
+    target.model.generation_config.repetition_penalty = 3.0
+    assert [generated(target, request) for request in requests()] != plain
+    assert generate_texts(target, requests(), NEW, rows=2) == plain
 
 
 def test_requests_that_do_not_fit_are_refused(known) -> None:

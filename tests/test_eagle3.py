@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from heads.artifact import UserError
-from heads.base import Committed
+from heads.base import Committed, TargetWeights
 from heads.eagle3 import Eagle3Head, default_taps, supervised_pairs
 from heads.layers import BlockSizes
 from heads.losses import TargetRows, reference_loss, unrolled_loss
@@ -105,11 +105,13 @@ def test_packed_equals_each_document_alone(tmp_path) -> None:
         torch.testing.assert_close(count, sum(sums.metrics[name][1] for sums in alone))
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("kind", ["kl", "lk_alpha", "tv"])
-def test_loss_equals_reference_in_value_and_gradient(tmp_path, monkeypatch, kind: str) -> None:
+def test_loss_equals_reference_in_value_and_gradient(tmp_path, monkeypatch, kind: str, softcap: float | None) -> None:
     """The chunked loss against plain autograd over the target's full distribution, mass outside W included."""
     monkeypatch.setattr("heads.losses.LOGITS", 400)  # chunks of a few places
     target = load_tiny(tmp_path)
+    target._softcap = softcap
     head = make_head(target, loss=kind)
     features = features_of(target, documents(), TAPS)
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
@@ -127,11 +129,20 @@ def test_loss_equals_reference_in_value_and_gradient(tmp_path, monkeypatch, kind
     assert all(gradient.abs().max() > 0 for gradient in ours), "a parameter without gradient is a dead one"
 
 
+def test_a_cast_head_keeps_its_rotary_frequencies(tmp_path) -> None:
+    """Rounded to bf16 they would turn the queries of distant positions by up to a radian."""
+    head = make_head(load_tiny(tmp_path))
+    before = head.rotary.inv_freq.clone()
+    head.to(torch.bfloat16)
+    assert head.fc.weight.dtype is torch.bfloat16
+    assert head.rotary.inv_freq.dtype is torch.float32 and torch.equal(head.rotary.inv_freq, before)
+
+
 def test_mass_outside_the_draft_vocabulary_is_lost() -> None:
     rows = torch.eye(3, dtype=torch.float64)[:2]
     last = torch.tensor([[0.0, 0.0, 2.0]], dtype=torch.float64)
     lse = last.logsumexp(-1)
-    target = TargetRows(last, rows, lse, torch.tensor([-1]))
+    target = TargetRows(last, TargetWeights(rows, rows), lse, torch.tensor([-1]))
     hidden, weight = torch.zeros(1, 1, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64)
     sums = unrolled_loss(hidden, weight, target, torch.ones(1, 1, dtype=torch.bool), torch.ones(1), "tv")
     inside = 2 / (2 + torch.e**2)

@@ -378,3 +378,10 @@ def test_a_draft_that_cannot_read_the_target_is_refused(llama: Scene, tmp_path: 
 
 def test_early_exit_takes_half_of_the_layers_by_default(llama: Scene) -> None:
     assert early_exit(target=llama.target).model.num_layers == 4
+
+
+def test_a_target_that_cannot_exit_early_is_refused(llama: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some families run all of their layers whatever their config says; such a draft would be the whole target."""
+    monkeypatch.setattr("eval.proposers.early_exit.truncated", lambda target, layers: target)
+    with pytest.raises(UserError, match="cannot exit early"):
+        early_exit(target=llama.target, exit_layer=2)

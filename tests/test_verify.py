@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import eval.law as law
-from eval.law import CONTROL_LEVEL, CONTROLS, LEVEL, check, exact_cases
+from eval.law import CONTROL_LEVEL, CONTROLS, LEVEL, Fit, check, exact_cases
 from eval.sampling import Sampling
 from eval.verify import verify, verify_block, verify_greedy, verify_sampled, verify_tree
 from heads.artifact import UserError
@@ -275,3 +275,10 @@ def test_verifiers_that_cannot_judge_this_are_refused() -> None:
             verify(torch.zeros(1, 3, 4), proposal, sampling, torch.Generator(), verifier=verifier)
     with pytest.raises(UserError, match="damage=nonsense is unknown"):
         check(CONTROLS["stop"], damage="nonsense")
+
+
+def test_rare_texts_do_not_decide_a_fit_alone() -> None:
+    """One text of a kind that is expected .03 times in all happens in one run of thirty, and proves nothing."""
+    exact = torch.tensor([0.5, 0.49995, 0.00005], dtype=torch.float64)
+    fit = Fit.of("peaked", torch.tensor([300.0, 299.0, 1.0]), exact)
+    assert fit.cells == 2 and fit.p_value > 0.5

@@ -83,7 +83,7 @@ class DraftModel:
         ]
         counts = [len(pending) * fits for pending, fits in zip(state.pending, open_rows, strict=True)]
         count_B = torch.tensor([depth * fits for fits in open_rows], device=self.model.device)
-        if not any(open_rows):  # the texts are longer than the draft can read: plain decoding from here
+        if not any(counts):  # the texts still open are longer than the draft can read: plain decoding from here
             return Proposal.chain(count_B.new_zeros(len(counts), 0))
         longest = max(counts)
         block = [
