@@ -273,8 +273,8 @@ class _Batch:
         accepted = min(kept, len(drafted))
         examined = accepted + int(not cut and accepted < proposed)
         beta = tuple(verdict.beta_BN[index, :examined].tolist()) if verdict.beta_BN is not None else ()
-        verified = len(drafted) if cut else None
-        row.rounds.append(Round(proposed, accepted, cut, beta, verified, tree=verdict.path_BK is not None))
+        verified, parents = len(drafted) if cut else None, proposal.parents_BN[index, :count].tolist()
+        row.rounds.append(Round(proposed, accepted, cut, beta, verified, tree=parents != list(range(-1, count - 1))))
 
     def _extend(self, row: _Row, tokens: Sequence[int]) -> int:
         """Append tokens until the text ends; returns how many were appended."""

@@ -56,7 +56,7 @@ def run(cfg: DictConfig) -> None:
             },
             load_target=lambda dtype: load_target(cfg, dtype),
             make_proposers=lambda target: {
-                **proposers(name, head_dir, target, plan.tree),
+                **proposers(drafter, head_dir, target, plan.tree),
                 **build_rivals(cfg, target, requests),
             },
             announce=steps.begin,

@@ -345,8 +345,9 @@ def decoded(done: e2e.Place, folder: Path, in_folder: Callable, *more: str) -> S
         shutil.copytree(done.run / stage, place.run / stage)
     evaluate.run(e2e.config(*overrides(place, *few, *more)))
     files = {path.name: path.read_text().splitlines() for path in (place.run / "report/traces").iterdir()}
-    sampled = [json.loads(line)["tokens"] for line in files["eagle3-float32-T1-g4.jsonl"][1:]]
-    return {"tokens": sampled, "timed": len(json.loads(files["eagle3-float32-T0-g4.jsonl"][0])["timed"])}
+    drafter = "eagle3_tree" if any("eval.tree" in one for one in more) else "eagle3"
+    sampled = [json.loads(line)["tokens"] for line in files[f"{drafter}-float32-T1-g4.jsonl"][1:]]
+    return {"tokens": sampled, "timed": len(json.loads(files[f"{drafter}-float32-T0-g4.jsonl"][0])["timed"])}
 
 
 @pytest.mark.parametrize("setting", DECODING)

@@ -28,7 +28,8 @@ def place(finished: e2e.Finished, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
     def run(*more: str) -> tuple[bool, dict, str]:
         passed = prove.run(e2e.config(*finished.place.overrides, *SMALL, *more, name="prove"))
-        folder = finished.place.run / "certificate"
+        damages = [one.removeprefix("damage=") for one in more if one.startswith("damage=")]
+        folder = finished.place.run / "-".join(["certificate", *damages])
         assert (folder / "manifest.json").is_file()
         return passed, json.loads((folder / "certificate.json").read_text()), (folder / "certificate.md").read_text()
 
@@ -75,7 +76,7 @@ def test_the_exit_code_says_whether_it_passed(finished: e2e.Finished, monkeypatc
     ("overrides", "words"),
     [
         ("damage=nonsense", "choose one of stop, soft, siblings, wrong_q"),
-        ("prove.requests=9999", "raise traffic.held_out"),
+        ("prove.requests=9999", "collect more traffic"),
         ("prove.dtypes=[bfloat16]", "float32 among them"),
         ("prove.dtypes=[float32,int8]", "must name some of"),
         ("prove.samples=10", "at least 1000"),
