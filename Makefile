@@ -26,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help setup demo test check serve-check bench clean
 
 help:
-	@echo "make demo         train a draft head on the embedded model, measure it, compare its text, export it (20 minutes)"
+	@echo "make demo         train a draft head on the embedded model, measure it, compare its text, export it (20 to 40 minutes)"
 	@echo "make test         the tests (12 minutes)"
 	@echo "make check        ruff, mypy and the import direction (1 minute)"
 	@echo "make serve-check  the exported head in a real vLLM server; runs the demo first when there is no head"
