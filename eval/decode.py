@@ -261,20 +261,22 @@ class _Batch:
     def _settle(self, row: _Row, index: int, proposal: Proposal, verdict: Verdict) -> None:
         """Add a round's tokens to a row's text, up to the end of text or the length limit."""
         count, accepted = int(proposal.count_B[index]), int(verdict.accepted_B[index])
+        tree = False
         if verdict.path_BK is None:
             drafted, proposed = proposal.tokens_BN[index, :accepted].tolist(), count
         else:
+            parents = proposal.parents_BN[index].tolist()
+            tree = parents[:count] != list(range(-1, count - 1))  # a row of its own may be a chain among trees
             path_K = verdict.path_BK[index, :accepted]
             drafted, last = proposal.tokens_BN[index, path_K].tolist(), int(path_K[-1]) if accepted else -1
             # Of a tree, what could have been accepted along this path; of a chain this is its length.
-            proposed = accepted + height(proposal.parents_BN[index].tolist(), count, last)
+            proposed = accepted + height(parents, count, last)
         kept = self._extend(row, [*drafted, int(verdict.next_B[index])])
         cut = kept <= len(drafted)
         accepted = min(kept, len(drafted))
         examined = accepted + int(not cut and accepted < proposed)
         beta = tuple(verdict.beta_BN[index, :examined].tolist()) if verdict.beta_BN is not None else ()
-        verified, parents = len(drafted) if cut else None, proposal.parents_BN[index, :count].tolist()
-        row.rounds.append(Round(proposed, accepted, cut, beta, verified, tree=parents != list(range(-1, count - 1))))
+        row.rounds.append(Round(proposed, accepted, cut, beta, len(drafted) if cut else None, tree))
 
     def _extend(self, row: _Row, tokens: Sequence[int]) -> int:
         """Append tokens until the text ends; returns how many were appended."""

@@ -8,13 +8,11 @@ Sampled texts after a fixed prefix are compared with their exact probabilities (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from eval.decode import DecodeSettings, Proposer, Request, decode
 from eval.law import Fit
@@ -91,30 +89,20 @@ def generate_texts(
         for row, request in enumerate(batch):
             ids_BN[row, width - len(request.prompt) :] = torch.tensor(request.prompt, device=target.device)
             mask_BN[row, width - len(request.prompt) :] = 1
-        with _plainly(target, max_new_tokens):
-            output_BN = target.model.generate(ids_BN, attention_mask=mask_BN)
+        with target.settings_aside():
+            output_BN = target.model.generate(
+                ids_BN,
+                attention_mask=mask_BN,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=list(target.eos_token_ids) or None,
+                pad_token_id=target.eos_token_ids[0] if target.eos_token_ids else 0,
+            )
         for index, tokens in zip(chosen, output_BN[:, width:].tolist(), strict=True):
             texts[index] = _until_end(tokens, target.eos_token_ids)
             if on_done is not None:
                 on_done(len(texts[index]))
     return [texts[index] for index in range(len(requests))]
-
-
-@contextmanager
-def _plainly(target: FrozenTarget, max_new_tokens: int) -> Iterator[None]:
-    """Greedy and nothing else: a penalty of the model's own generation config is not what is decoded here, and what
-    one gives to `generate` is filled up from that config."""
-    own = target.model.generation_config
-    target.model.generation_config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=list(target.eos_token_ids) or None,
-        pad_token_id=target.eos_token_ids[0] if target.eos_token_ids else 0,
-    )
-    try:
-        yield
-    finally:
-        target.model.generation_config = own
 
 
 def divergences(

@@ -20,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from heads.artifact import UserError, digest
 from heads.base import TargetWeights
@@ -172,6 +172,16 @@ class FrozenTarget:
         """Logits [..., V] in the target's dtype from states after the final norm [..., D]."""
         logits: Tensor = self.model.get_output_embeddings()(last)
         return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+
+    @contextmanager
+    def settings_aside(self) -> Iterator[None]:
+        """`generate` does inside what it is told and nothing else: it fills up what it is given from the model's own
+        generation config, whose penalties and limits the exact decoder does not know."""
+        own, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        try:
+            yield
+        finally:
+            self.model.generation_config = own
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None

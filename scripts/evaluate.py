@@ -101,6 +101,19 @@ def held_out_requests(cfg: DictConfig) -> list[Request]:
     return fitting
 
 
+def some_requests(cfg: DictConfig, count: int, setting: str, *, least: int = 1) -> list[Request]:
+    """So many held-out requests, evenly taken. Raises UserError, naming the setting, when there are not as many."""
+    from heads.artifact import UserError
+
+    there = held_out_requests(cfg)
+    if not least <= count <= len(there):
+        raise UserError(
+            f"{setting}={count} must be between {least} and the {len(there)} held-out prompts of {cfg.run_dir}; "
+            f"set it so, or collect more traffic."
+        )
+    return [there[index * len(there) // count] for index in range(count)]
+
+
 def proposers(
     name: str, head_dir: Path, target: FrozenTarget, tree: Mapping[str, int] | None = None
 ) -> Mapping[str, Proposer]:

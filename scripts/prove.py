@@ -27,6 +27,7 @@ def run(cfg: DictConfig) -> bool:
     from eval.certificate import Certificate, prove_on, to_markdown
     from eval.law import CONTROLS, check, check_damage, exact_cases, typical_cases
     from heads.artifact import read_manifest, write_atomic, write_json, write_manifest
+    from scripts.evaluate import some_requests
 
     how: ProofSettings = build(cfg, "prove")
     check_damage(cfg.damage)
@@ -36,7 +37,7 @@ def run(cfg: DictConfig) -> bool:
     head = read_manifest(head_dir, "head")
     for name in cfg.rivals:
         check_node(cfg, f"rivals.{name}")
-    requests = _chosen(cfg, how)
+    requests = some_requests(cfg, how.requests, "prove.requests")
     print(f"prove     {head['name']} of {head_dir}: {len(requests)} held-out prompts", flush=True)
     proof = Certificate(damage=cfg.damage)
     for dtype in how.dtypes:
@@ -78,20 +79,6 @@ def _proposers(
         honest = {name: one for name, one in found.items() if not one.needs.judged}
         return {name: DamagedDraft(one, cfg.damage, target.vocab_size) for name, one in honest.items()}
     return found
-
-
-def _chosen(cfg: DictConfig, how: ProofSettings) -> list[Request]:
-    """Held-out prompts, evenly taken."""
-    from heads.artifact import UserError
-    from scripts.evaluate import held_out_requests
-
-    there = held_out_requests(cfg)
-    if how.requests > len(there):
-        raise UserError(
-            f"prove.requests={how.requests} is more than the {len(there)} held-out prompts of {cfg.run_dir}; set "
-            f"prove.requests={len(there)}, or collect more traffic."
-        )
-    return [there[index * len(there) // how.requests] for index in range(how.requests)]
 
 
 def _say(text: str) -> None:

@@ -41,6 +41,7 @@ def run(cfg: DictConfig) -> bool:
     from heads.artifact import write_manifest
     from heads.checkpoint import load_head
     from heads.export.vllm import check_export
+    from scripts.evaluate import some_requests
 
     values = plain(cfg)
     for name, hint in _SETTINGS.items():
@@ -48,7 +49,7 @@ def run(cfg: DictConfig) -> bool:
     folder, export = Path(cfg.run_dir) / "serve_check", Path(cfg.run_dir) / "export"
     manifest = check_export(export, head=load_head(cfg.head_dir))
     check_interpreter(cfg.serve_python)
-    requests = chosen_requests(cfg)
+    requests = some_requests(cfg, cfg.requests, "requests", least=LEAST)
     print(f"serve     {export} in vLLM: {len(requests)} held-out prompts, γ = {cfg.gamma}", flush=True)
     drafts = {"head": damage(export, cfg.damage, folder / "damaged") if cfg.damage else export}
     if cfg.control and not cfg.damage:
@@ -99,20 +100,6 @@ def server(cfg: DictConfig, dtype: str) -> Server:
         )
     path = str(Path(target).resolve()) if Path(target).is_dir() else target
     return Server(cfg.serve_python, path, dtype, batch=cfg.batch, timeout=cfg.timeout)
-
-
-def chosen_requests(cfg: DictConfig) -> list[Request]:
-    """Held-out prompts, evenly taken."""
-    from heads.artifact import UserError
-    from scripts.evaluate import held_out_requests
-
-    there = held_out_requests(cfg)
-    if not LEAST <= cfg.requests <= len(there):
-        raise UserError(
-            f"requests={cfg.requests} must be between {LEAST} and the {len(there)} held-out prompts of {cfg.run_dir}; "
-            f"give more traffic or raise traffic.held_out."
-        )
-    return [there[index * len(there) // cfg.requests] for index in range(cfg.requests)]
 
 
 @script("serve_check")

@@ -153,18 +153,16 @@ def _thinned(target: FrozenTarget, taps: Sequence[int]) -> Iterator[None]:
         # vocabulary projection once per row (torch 2.13 on CPU).
         return (args[0].contiguous(), *args[1:])
 
-    own = target.model.generation_config
-    target.model.generation_config = GenerationConfig()
     hooks = [
         target.model.base_model.register_forward_hook(keep_wanted),
         target.model.get_output_embeddings().register_forward_pre_hook(lay_out),
     ]
     try:
-        yield
+        with target.settings_aside():
+            yield
     finally:
         for hook in hooks:
             hook.remove()
-        target.model.generation_config = own
 
 
 def _with_zero_row(states: Tensor) -> Tensor:
