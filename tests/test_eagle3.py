@@ -7,9 +7,10 @@ import torch
 
 from heads.artifact import UserError
 from heads.base import Committed, TargetWeights
-from heads.eagle3 import Eagle3Head, default_taps, supervised_pairs
+from heads.eagle3 import Eagle3Head, default_taps
 from heads.layers import BlockSizes
 from heads.losses import TargetRows, reference_loss, unrolled_loss
+from heads.pairs import supervised_pairs
 from heads.vocab import DraftVocabulary
 from tests.tiny import features_of, load_tiny
 
@@ -61,7 +62,7 @@ def test_trained_graph_is_served_graph(tmp_path, family: str, flags: dict) -> No
     head = make_head(target, **flags)
     features = features_of(target, documents(), TAPS)
     starts, valid = supervised_pairs(features.supervised_T, features.lengths, head.depth)
-    trained = head.lm_head(head._unroll(features, starts))
+    trained = head.lm_head(head.unroll(features, starts, head.depth))
     offsets = [0, *torch.tensor(features.lengths).cumsum(0).tolist()]
     for n, start in enumerate(starts.tolist()):
         first = max(offset for offset in offsets if offset <= start)
@@ -118,7 +119,7 @@ def test_loss_equals_reference_in_value_and_gradient(tmp_path, monkeypatch, kind
     sums = head(features)
     ours = torch.autograd.grad(sums.loss, parameters)
     starts, valid = supervised_pairs(features.supervised_T, features.lengths, head.depth)
-    logits = head.lm_head(head._unroll(features, starts))
+    logits = head.lm_head(head.unroll(features, starts, head.depth))
     p_TW = torch.softmax(target.logits(features.last_TD), -1)[:, head.vocab.ids_W]
     total = torch.zeros((), dtype=torch.float64)
     for k, n in valid.nonzero().tolist():
@@ -163,14 +164,14 @@ def test_later_tokens_do_not_move_earlier_outputs(tmp_path) -> None:
     head = make_head(target)
     features = features_of(target, documents()[:1], TAPS)
     starts, _ = supervised_pairs(features.supervised_T, features.lengths, head.depth)
-    before = head._unroll(features, starts)
+    before = head.unroll(features, starts, head.depth)
     for position in range(1, 14):
         ids = features.ids_T.clone()
         ids[position] = 90
         taps = features.taps_TE.clone()
         taps[position:] += 1
         changed = type(features)(ids, features.supervised_T, features.lengths, taps, features.last_TD, features.lse_T)
-        moved = (head._unroll(changed, starts) - before).abs().amax(-1) > 1e-12
+        moved = (head.unroll(changed, starts, head.depth) - before).abs().amax(-1) > 1e-12
         for k, n in moved.nonzero().tolist():
             assert position <= starts[n] + 1 + k, f"pass {k} of slot {int(starts[n])} saw position {position}"
 

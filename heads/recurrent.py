@@ -1,0 +1,176 @@
+"""Heads of one decoder layer that read their own output: EAGLE-1, EAGLE-3 and MTP modules.
+
+Slot t joins a hidden state with the embedding of x_{t+1} and predicts x_{t+2}. For settled slots the hidden state is
+made of the target's; later slots of a round are fed what the slot before them gave out. Training unrolls the head K
+times (training-time test, EAGLE-3, arXiv 2503.01840): pass k of start t stands at slot t + k, reads the output of pass
+k - 1 and the embedding of x_{t+1+k}, sees the true slots up to t and its own column, and predicts x_{t+2+k}. That is
+what a round of the served decoder does. A subclass says how a slot is made and what it gives out; this module knows
+neither, and no loss, file format or sampling rule.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from heads.base import Committed, DraftHead, Draw, Proposal, TargetFeatures
+from heads.cache import Block, BlockCache
+from heads.layers import DraftBlock, Rotary
+from heads.tree_draft import Tree, draft_tree
+from heads.unrolled import Columns, unrolled_attention
+
+Rope = tuple[Tensor, Tensor]
+"""cos and sin of some positions."""
+
+
+@dataclass
+class RecurrentState:
+    """The layer's cache over committed slots, and slots that came in since the last proposal."""
+
+    cache: BlockCache
+    pending: list[Committed] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a slot hands to the layer: the input of the attention [..., width] and the residual beside it [..., D]."""
+
+    x: Tensor
+    residual: Tensor
+
+
+class RecurrentHead(DraftHead):
+    """A subclass sets `layer` and `rotary` and says how slots are made (`given`, `slot`) and closed (`outcome`,
+    `logits`)."""
+
+    layer: DraftBlock
+    rotary: Rotary
+
+    @abstractmethod
+    def given(self, taps: Tensor, last: Tensor) -> Tensor:
+        """The hidden state [..., D] of a slot that the target has settled, out of h_t."""
+
+    @abstractmethod
+    def slot(self, next_ids: Tensor, fed: Tensor, positions: Tensor) -> Slot:
+        """A slot of x_{t+1} (ids) and a hidden state [..., D] at rope positions t, all of the same leading shape."""
+
+    @abstractmethod
+    def outcome(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """(what the next slot is fed, the state that the vocabulary projection reads), both [..., D]."""
+
+    @abstractmethod
+    def logits(self, output: Tensor) -> Tensor:
+        """The draft's logits [..., W] from a state that `outcome` gave."""
+
+    # ---- training -------------------------------------------------------------------------------------------------
+
+    def unroll(self, features: TargetFeatures, starts_N: Tensor, depth: int) -> Tensor:
+        """Output states [K, N, D] of all passes over one packed batch. Keys and values of pass 0 are made for every
+        slot, everything else for the starts only."""
+        positions_T = torch.cat([torch.arange(length, device=starts_N.device) for length in features.lengths])
+        columns = Columns(features.lengths, starts_N)
+        following_T = features.ids_T.roll(-1)  # the last slot of a document gets a wrong token and is never a start
+        base_TD = self.given(features.taps_TE, features.last_TD)
+        every = self.slot(following_T, base_TD, positions_T)
+        rope_T = self._rope(every.x, positions_T)
+        base = self.layer.self_attn.keys_values(every.x, rope_T)
+        here = Slot(every.x[starts_N], every.residual[starts_N])
+        rope_N = (rope_T[0][starts_N], rope_T[1][starts_N])
+        own: list[tuple[Tensor, Tensor]] = []
+        outputs: list[Tensor] = []
+        fed_ND = base_TD[:0]
+        for k in range(depth):
+            if k > 0:
+                place_N = (starts_N + 1 + k).clamp(max=len(features.ids_T) - 1)
+                here = self.slot(features.ids_T[place_N], fed_ND, positions_T[starts_N] + k)
+                rope_N = self._rope(here.x, positions_T[starts_N] + k)
+                own.append(self.layer.self_attn.keys_values(here.x, rope_N))
+            queries_NHd = self.layer.self_attn.queries(here.x, rope_N)
+            attended_ND = self.layer.self_attn.o_proj(unrolled_attention(queries_NHd, base, own, columns).flatten(1))
+            fed_ND, output_ND = self.outcome(here.residual, attended_ND)
+            outputs.append(output_ND.to(attended_ND.dtype))
+        return torch.stack(outputs)
+
+    # ---- drafting -------------------------------------------------------------------------------------------------
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> RecurrentState:
+        return RecurrentState(BlockCache(len(prompts), self.layer.self_attn.o_proj.weight.device))
+
+    def commit(self, state: RecurrentState, committed: Committed) -> None:
+        assert not state.pending, "a proposal comes between two commits"
+        state.pending.append(committed)
+
+    @torch.inference_mode()
+    def propose(self, state: RecurrentState, depth: int, draw: Draw) -> Proposal:
+        fed_BD, output_BD = self._settle(state)
+        settled, rows = list(state.cache.lengths), len(fed_BD)
+        ahead_BN = torch.tensor(settled, device=fed_BD.device)[:, None] + torch.arange(depth, device=fed_BD.device)
+        tables = self.rotary(fed_BD, ahead_BN)
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        for step in range(depth):
+            if step > 0:
+                rope = (tables[0][:, step - 1 : step], tables[1][:, step - 1 : step])
+                block = state.cache.place([1] * rows)
+                fed_B1D, output_B1D = self._slots(state.cache, tokens[-1][:, None], fed_BD[:, None], block, rope)
+                state.cache.keep([1] * rows)
+                fed_BD, output_BD = fed_B1D[:, 0], output_B1D[:, 0]
+            drafted_BK = torch.stack(tokens, 1) if tokens else None
+            index_B, q_BW = draw(self.logits(output_BD), drafted_BK=drafted_BK, vocab=self.vocab)
+            tokens.append(self.vocab.to_target(index_B))
+            if q_BW is not None:
+                probs.append(self.vocab.scatter(q_BW))
+        state.cache.forget(settled)
+        return Proposal.chain(torch.stack(tokens, 1), probs_BNV=torch.stack(probs, 1) if probs else None)
+
+    @torch.inference_mode()
+    def propose_tree(self, state: RecurrentState, depth: int, tree: Tree) -> Proposal:
+        fed_BD, output_BD = self._settle(state)
+        fed_BMD = fed_BD[:, None]
+
+        def step(tokens_BM: Tensor, slots_BM: Tensor, seen_BMS: Tensor, level: int) -> Tensor:
+            nonlocal fed_BMD
+            hidden_BMD = fed_BMD.gather(1, slots_BM[..., None].expand(-1, -1, fed_BMD.shape[-1]))
+            block = state.cache.place_open(seen_BMS, level - 1)
+            fed_BMD, output_BMD = self._slots(state.cache, tokens_BM, hidden_BMD, block)
+            return self.logits(output_BMD)
+
+        proposal = draft_tree(self.logits(output_BD), step, self.vocab, tree, depth)
+        state.cache.forget(state.cache.lengths)
+        return proposal
+
+    def _settle(self, state: RecurrentState) -> tuple[Tensor, Tensor]:
+        """Take in the committed slots; returns what the last of each row feeds on [B, D], and its output [B, D]."""
+        committed = state.pending.pop()
+        counts = [int(count) for count in committed.count_B]
+        hidden_BMD = self.given(committed.taps_BME, committed.last_BMD)
+        block = state.cache.place(counts)
+        fed_BMD, output_BMD = self._slots(state.cache, committed.next_ids_BM, hidden_BMD, block)
+        state.cache.keep(counts)
+        last_B = torch.tensor(counts, device=hidden_BMD.device) - 1
+        each_B = torch.arange(len(counts), device=hidden_BMD.device)
+        return fed_BMD[each_B, last_B], output_BMD[each_B, last_B]
+
+    def _slots(
+        self, cache: BlockCache, next_ids_BM: Tensor, hidden_BMD: Tensor, block: Block, rope: Rope | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The layer over a block of new slots, appended to the cache: (what is fed on, output state).
+
+        rope: cos and sin of the slots' positions, where they are known already.
+        """
+        slot = self.slot(next_ids_BM, hidden_BMD, block.positions_BN)
+        rope = rope if rope is not None else self.rotary(slot.x, block.positions_BN)
+        return self.outcome(slot.residual, self.layer.self_attn.cached(slot.x, rope, cache, block.allowed_BNC))
+
+    def _rope(self, states: Tensor, positions: Tensor) -> Rope:
+        """cos and sin [N, head_dim] for packed positions [N]."""
+        cos, sin = self.rotary(states, positions[None])
+        return cos[0], sin[0]
+
+    def embed(self, ids: Tensor, like: Tensor) -> Tensor:
+        """The target's embeddings of tokens, in the dtype of other states."""
+        return self.target.embedding_VD[ids].to(like.dtype)
