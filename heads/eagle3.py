@@ -40,7 +40,8 @@ class Eagle3Head(RecurrentHead):
 
     sizes: of the target's layers; taps: boundary ids (None: `default_taps`); depth: unrolled passes K; decay: weight
     of pass k is decay^k; loss: a key of losses.KERNELS; norm_before_residual: the residual is the normed hidden state;
-    fc_norm: RMSNorm on each tapped state; norm_output: the state after the final norm is fed back.
+    fc_norm: RMSNorm on each tapped state; norm_output: the state after the final norm is fed back; qk_norm: queries
+    and keys are normed, as Qwen3's are.
     Raises UserError on taps, depth or loss that cannot be.
     """
 
@@ -56,6 +57,7 @@ class Eagle3Head(RecurrentHead):
         norm_before_residual: bool = False,
         fc_norm: bool = False,
         norm_output: bool = False,
+        qk_norm: bool = False,
     ) -> None:
         sizes = sizes if isinstance(sizes, BlockSizes) else BlockSizes(**sizes)
         needs = FeatureNeeds(taps=tuple(taps) if taps is not None else default_taps(sizes.num_target_layers))
@@ -64,7 +66,12 @@ class Eagle3Head(RecurrentHead):
             raise UserError(
                 f"head.loss={loss} head.depth={depth}: the loss is one of {', '.join(KERNELS)}, the depth ≥ 1."
             )
-        flags = {"norm_before_residual": norm_before_residual, "fc_norm": fc_norm, "norm_output": norm_output}
+        flags = {
+            "norm_before_residual": norm_before_residual,
+            "fc_norm": fc_norm,
+            "norm_output": norm_output,
+            "qk_norm": qk_norm,
+        }
         arguments = {
             "sizes": asdict(sizes),
             "taps": list(needs.taps),
@@ -81,7 +88,7 @@ class Eagle3Head(RecurrentHead):
         self.fc = nn.Linear(len(needs.taps) * width, width, bias=False)
         self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
-        self.layer = DraftBlock(config, 2 * width)
+        self.layer = DraftBlock(config, 2 * width, qk_norm=qk_norm)
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, len(vocab.ids_W), bias=False)
         self.rotary = Rotary(config)

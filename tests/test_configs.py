@@ -289,6 +289,7 @@ HEAD = {
     "norm_before_residual": ["head.norm_before_residual=true"],
     "fc_norm": ["head.fc_norm=true"],
     "norm_output": ["head.norm_output=true"],
+    "qk_norm": ["head.qk_norm=true"],
     "draft_vocab_size": ["head.draft_vocab_size=32"],
     "from_target": ["head.from_target=false"],
 }
