@@ -50,6 +50,7 @@ def block(sizes: BlockSizes, width: int) -> int:
 
 FORMULAS: dict[str, Callable[[BlockSizes, int, int], int]] = {
     # file under conf/head: parameters by its defaults, of the target's sizes, W draft tokens and depth K
+    "eagle": lambda s, w, k: 2 * s.hidden_size * s.hidden_size + block(s, s.hidden_size),
     "eagle3": lambda s, w, k: (3 * s.hidden_size + w + 3) * s.hidden_size + block(s, 2 * s.hidden_size),
     "medusa": lambda s, w, k: k * (s.hidden_size + 1) * s.hidden_size,
     "hydra_mlp": lambda s, w, k: sum(((3 + level) * s.hidden_size + 2) * s.hidden_size for level in range(k)),
