@@ -78,7 +78,7 @@ class Plan:
     @property
     def deepest(self) -> int:
         """The longest draft of all."""
-        return max(self.gamma, *self.gammas)
+        return max((self.gamma, *self.gammas))
 
     def within(self, longest: int | None) -> Plan:
         """The same without the further draft lengths that a head cannot reach (None: it has no limit)."""
