@@ -286,6 +286,7 @@ HEAD = {
     "depth": ["head.depth=2"],
     "decay": ["head.decay=0.5"],
     "loss": ["head.loss=tv"],
+    "eta": ["head.loss=lk_lambda", "head.eta=1"],
     "norm_before_residual": ["head.norm_before_residual=true"],
     "fc_norm": ["head.fc_norm=true"],
     "norm_output": ["head.norm_output=true"],
@@ -293,6 +294,7 @@ HEAD = {
     "draft_vocab_size": ["head.draft_vocab_size=32"],
     "from_target": ["head.from_target=false"],
 }
+HEAD_BASE = {"eta": ["head.loss=lk_lambda"]}
 
 
 @pytest.fixture(scope="module")
@@ -310,8 +312,9 @@ def test_head(small: e2e.Place, target: FrozenTarget, setting: str) -> None:
         vocab = DraftVocabulary.choose(torch.ones(target.vocab_size), cfg.head.draft_vocab_size)
         return build_head(cfg, target, vocab).loss(features_of(target, documents, taps)).loss.item()
 
-    first = loss(e2e.config(*overrides(small)))
-    assert loss(e2e.config(*overrides(small))) == first
+    base = HEAD_BASE.get(setting, [])
+    first = loss(e2e.config(*overrides(small, *base)))
+    assert loss(e2e.config(*overrides(small, *base))) == first
     assert loss(e2e.config(*overrides(small, *HEAD[setting]))) != first
 
 
