@@ -63,8 +63,12 @@ class FeatureNeeds:
         if list(self.taps) != sorted(set(self.taps)) or any(not 0 <= tap < num_layers for tap in self.taps):
             raise UserError(
                 f"The taps {list(self.taps)} must be ascending, distinct and between 0 and {num_layers - 1} "
-                f"for a target of {num_layers} layers; set head.taps=[…]."
+                f"for a target of {num_layers} layers; set head.taps=[…] (and collect.taps=[…])."
             )
+
+    def within(self, stored: FeatureNeeds) -> bool:
+        """Whether features that were stored for other needs hold all of these."""
+        return set(self.taps) <= set(stored.taps) and self.last <= stored.last
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def save_head(
 
 
 def load_head(folder: str | Path, *, target: FrozenTarget | None = None) -> DraftHead:
-    """The head in `folder`, bit for bit as it was saved; `attach` and `to` are the caller's.
+    """The head in `folder`, bit for bit as it was saved and in eval mode; `attach` and `to` are the caller's.
 
     target: the target it is going to be used with. Raises UserError when the head was trained for another one, or when
     anything in the folder is missing, superfluous or misshapen.
@@ -83,7 +83,7 @@ def load_head(folder: str | Path, *, target: FrozenTarget | None = None) -> Draf
     vocab = DraftVocabulary(tensors.pop(_VOCAB), facts["vocab_size"])
     head = _build(facts["_target_"], facts["arguments"], vocab, folder)
     fill(head, tensors, source=str(folder / TENSORS))
-    return head
+    return head.eval()
 
 
 def read_facts(folder: str | Path) -> dict[str, Any]:

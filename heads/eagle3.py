@@ -40,8 +40,8 @@ class Eagle3Head(RecurrentHead):
 
     sizes: of the target's layers; taps: boundary ids (None: `default_taps`); depth: unrolled passes K; loss, decay,
     eta: what is minimised (heads.losses.Objective); norm_before_residual: the residual is the normed hidden state;
-    fc_norm: RMSNorm on each tapped state; norm_output: the state after the final norm is fed back.
-    Raises UserError on taps, depth or an objective that cannot be.
+    fc_norm: RMSNorm on each tapped state; norm_output: the state after the final norm is fed back; qk_norm: queries
+    and keys are normed, as Qwen3's are. Raises UserError on taps, depth or an objective that cannot be.
     """
 
     def __init__(
@@ -57,13 +57,19 @@ class Eagle3Head(RecurrentHead):
         norm_before_residual: bool = False,
         fc_norm: bool = False,
         norm_output: bool = False,
+        qk_norm: bool = False,
     ) -> None:
         sizes = sizes if isinstance(sizes, BlockSizes) else BlockSizes(**sizes)
         needs = FeatureNeeds(taps=tuple(taps) if taps is not None else default_taps(sizes.num_target_layers))
         needs.check(sizes.num_target_layers)
         if depth < 1:
             raise UserError(f"A depth of {depth} trains nothing: it is at least 1; set head.depth.")
-        flags = {"norm_before_residual": norm_before_residual, "fc_norm": fc_norm, "norm_output": norm_output}
+        flags = {
+            "norm_before_residual": norm_before_residual,
+            "fc_norm": fc_norm,
+            "norm_output": norm_output,
+            "qk_norm": qk_norm,
+        }
         arguments = {
             "sizes": asdict(sizes),
             "taps": list(needs.taps),
@@ -81,7 +87,7 @@ class Eagle3Head(RecurrentHead):
         self.fc = nn.Linear(len(needs.taps) * width, width, bias=False)
         self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
-        self.layer = DraftBlock(config, 2 * width)
+        self.layer = DraftBlock(config, 2 * width, qk_norm=qk_norm)
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, len(vocab.ids_W), bias=False)
         self.rotary = Rotary(config)

@@ -8,7 +8,6 @@ python -m scripts.bench bench=peers name=demo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -62,7 +61,8 @@ def bench_decode(cfg: DictConfig) -> None:
     from eval.decode import Clock, DecodeSettings, decode
     from eval.suite import spread
     from heads.checkpoint import load_head
-    from scripts.evaluate import held_out_requests, plan_tree, proposers
+    from scripts.drafters import plan_tree, proposers
+    from scripts.prompts import held_out_requests
 
     head_dir = Path(cfg.head_dir)
     print(f"bench     decoding with {head_dir} at batch 1, in turn with plain decoding", flush=True)
@@ -72,7 +72,7 @@ def bench_decode(cfg: DictConfig) -> None:
     tree = plan_tree(cfg, plan.tree, "eval.tree", max(cfg.bench.gammas))
     for dtype in plan.dtypes:
         target = load_target(cfg, dtype)
-        head: Any = proposers("head", head_dir, target, tree)["head"]
+        *_, head = proposers("head", head_dir, target, tree).values()  # its tree, where there is one
         for gamma in cfg.bench.gammas:
             settings = DecodeSettings(gamma=gamma, max_new_tokens=plan.max_new_tokens, seed=cfg.seed)
             traces = interleaved(target, requests, {"head": head, "none": None}, replace(settings, rows=1))
@@ -98,7 +98,7 @@ def bench_peers(cfg: DictConfig) -> None:
     from eval.peers import compare, drafts, first_layers
     from eval.suite import spread
     from heads.artifact import UserError
-    from scripts.evaluate import held_out_requests
+    from scripts.prompts import held_out_requests
 
     print("bench     the same drafts in our loop and in transformers' assisted generation, batch 1", flush=True)
     requests, plan = spread(held_out_requests(cfg), cfg.bench.requests), build(cfg, "eval")

@@ -74,8 +74,10 @@ def one_sentence(main: Callable[[DictConfig], None], *, launched: bool = False) 
                     f"{sys.argv[0]} was started as one of {os.environ['WORLD_SIZE']} processes, but it runs as one; "
                     f"start it with `python -m`, and only scripts.train with `accelerate launch`."
                 )
-            for name, kind in (("seed", int), ("run_dir", str), ("head_dir", str)):
-                check_value(name, cfg[name], kind)
+            check_value("seed", cfg.seed, int)
+            for name in ("run_dir", "head_dir", "traffic_dir", "features_dir"):
+                check_value(name, cfg[name], str)
+            check_value("collect.taps", plain(cfg.collect)["taps"], list[int])
             main(cfg)
         except UserError as error:
             sys.exit(_fail(str(error)))

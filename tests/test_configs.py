@@ -29,7 +29,7 @@ from training.step import GradientStep
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 25
+COUNT = 32
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -290,6 +290,7 @@ HEAD = {
     "norm_before_residual": ["head.norm_before_residual=true"],
     "fc_norm": ["head.fc_norm=true"],
     "norm_output": ["head.norm_output=true"],
+    "qk_norm": ["head.qk_norm=true"],
     "draft_vocab_size": ["head.draft_vocab_size=32"],
     "from_target": ["head.from_target=false"],
 }

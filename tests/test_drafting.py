@@ -10,7 +10,7 @@ import torch
 from heads.hydra_mlp import HydraHead
 from heads.medusa import MedusaHead
 from heads.pairs import supervised_pairs
-from tests import test_eagle3, test_hydra, test_medusa
+from tests import recurrent_cases, test_eagle3, test_hydra, test_medusa
 from tests.drafting_cases import check_rejection_leaves_no_trace, check_trained_is_served
 from tests.tiny import features_of, load_tiny
 
@@ -53,7 +53,7 @@ def test_a_head_that_keeps_the_wrong_slots_is_noticed(target, wrong: type, make,
 
 def test_training_that_is_one_token_off_is_noticed(target) -> None:
     head = test_hydra.make_head(target)
-    features = features_of(target, test_eagle3.documents(), ())
+    features = features_of(target, recurrent_cases.documents(), ())
     starts, _ = supervised_pairs(features.supervised_T, features.lengths, 3)
     hidden = head.outputs(replace(features, ids_T=features.ids_T.roll(-1)), starts)
     with pytest.raises(AssertionError):

@@ -95,6 +95,35 @@ def test_the_flags_and_a_fourth_tap_reach_the_configuration() -> None:
     assert [name for name in tensors if name.startswith("fc_norm")] == [f"fc_norm.{i}.weight" for i in range(4)]
 
 
+def test_five_taps_come_back_too(tmp_path) -> None:
+    head = tiny_head(taps=[0, 1, 3, 5, 7], fc_norm=True)
+    folder = exported(tmp_path / "export", head, dtype="float32")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3, 5, 7] and config["num_aux_hidden_states"] == 5
+    assert list(tensors["fc.weight"].shape) == [32, 5 * 32] and "fc_norm.4.weight" in tensors
+    arguments, vocab, state = import_vllm(folder)
+    assert arguments == head.arguments
+    fill(Eagle3Head(vocab=vocab, **arguments), state, source="import")
+
+
+def test_norms_on_queries_and_keys_make_it_a_qwen3_block(tmp_path) -> None:
+    plain, head = tiny_head(), tiny_head(qk_norm=True)
+    (bare, without), (config, tensors) = to_vllm(plain, "float32"), to_vllm(head, "float32")
+    assert {**config, "architectures": 0, "model_type": 0} == {**bare, "architectures": 0, "model_type": 0}
+    assert config["architectures"] == ["Eagle3Qwen3ForCausalLM"] and config["model_type"] == "qwen3"
+    norms = {f"layers.0.self_attn.{part}_norm.weight": (8,) for part in "qk"}
+    assert {name: tuple(tensors[name].shape) for name in tensors.keys() - without.keys()} == norms
+    for part in "qk":
+        ours = head.layer.self_attn.get_parameter(f"{part}_norm.weight")
+        assert torch.equal(tensors[f"layers.0.self_attn.{part}_norm.weight"], ours)
+    # A block that says it is one and lacks them would be loaded with norms of one.
+    folder = exported(tmp_path / "export", head)
+    path = folder / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if "k_norm" not in name}, path)
+    with pytest.raises(UserError, match="k_norm.weight is missing"):
+        import_vllm(folder)
+
+
 def test_a_full_vocabulary_needs_no_mapping() -> None:
     config, tensors = to_vllm(tiny_head(draft_size=96), "float32")
     assert config["draft_vocab_size"] == config["vocab_size"] and not {"d2t", "t2d"} & set(tensors)

@@ -16,7 +16,7 @@ from heads.pairs import supervised_pairs
 from heads.tree_draft import DynamicTree, TreeDrafter, tree_of
 from heads.vocab import DraftVocabulary
 from tests.drafting_cases import PROMPTS, Watch, begun, check_rejection_leaves_no_trace, check_trained_is_served
-from tests.test_eagle3 import documents
+from tests.recurrent_cases import documents
 from tests.tiny import features_of, load_tiny
 
 STATIC = tree_of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0]])

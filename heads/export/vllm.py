@@ -47,6 +47,7 @@ NAMES = {
     "lm_head.weight": "lm_head.weight",
 }
 FC_NORM = "fc_norm.{i}.weight"
+QK_NORMS = {f"layer.self_attn.{name}_norm.weight": f"layers.0.self_attn.{name}_norm.weight" for name in "qk"}
 MAPPINGS = ("d2t", "t2d")
 
 # Keys of the configuration that are the block's sizes under their own names.
@@ -63,6 +64,11 @@ SIZES = (
     "hidden_act",
 )
 FLAGS = ("norm_before_residual", "fc_norm", "norm_output")
+# What the server builds the block from, without and with norms on queries and keys.
+ARCHITECTURES = {
+    False: {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"},
+    True: {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"},
+}
 TAPS = "eagle_aux_hidden_state_layer_ids"
 LICENCE = (
     "A head starts from weights of its target and learns from the target's answers, so the target's licence and the "
@@ -150,6 +156,7 @@ def import_vllm(
         "sizes": {**{key: config[key] for key in SIZES}, "num_target_layers": num_target_layers},
         "taps": list(config[TAPS]),
         **{flag: bool(config.get(flag, False)) for flag in FLAGS},
+        "qk_norm": config["architectures"] == ARCHITECTURES[True]["architectures"],
     }
     tensors = {_plain_name(name): tensor for name, tensor in _read_tensors(folder / TENSORS).items()}
     vocab = _import_vocab(tensors, config["vocab_size"], config["draft_vocab_size"])
@@ -161,7 +168,7 @@ def import_vllm(
 def names_for(arguments: Mapping[str, Any]) -> dict[str, str]:
     """Our name to vLLM's of every weight that a head with these arguments has."""
     norms = [FC_NORM.format(i=i) for i in range(len(arguments["taps"]))] if arguments["fc_norm"] else []
-    return {**{name: name for name in norms}, **NAMES}
+    return {**{name: name for name in norms}, **NAMES, **(QK_NORMS if arguments["qk_norm"] else {})}
 
 
 def check_export(folder: str | Path, *, head: DraftHead | None = None) -> dict[str, Any]:
@@ -187,8 +194,7 @@ def _settings(arguments: Mapping[str, Any], draft_size: int, dtype: str) -> dict
     if sizes["hidden_act"] != "silu":
         raise UserError(f"vLLM's EAGLE-3 block has silu only, not {sizes['hidden_act']}; train the head with silu.")
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        **ARCHITECTURES[arguments["qk_norm"]],
         "num_hidden_layers": 1,
         **{key: sizes[key] for key in SIZES},
         "draft_vocab_size": draft_size,
@@ -286,8 +292,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); download or export it again.") from error
-    if config.get("architectures") != ["LlamaForCausalLMEagle3"]:
-        raise UserError(f"{path} is of the architecture {config.get('architectures')}, not LlamaForCausalLMEagle3.")
+    known = [kind["architectures"] for kind in ARCHITECTURES.values()]
+    if config.get("architectures") not in known:
+        raise UserError(
+            f"{path} is of the architecture {config.get('architectures')}, not one of {known}; give an EAGLE-3 head."
+        )
     if missing := [key for key in (*SIZES, "draft_vocab_size", TAPS) if key not in config]:
         raise UserError(f"{path} lacks {missing[0]}; add it as the head was trained.")
     return dict(config)
