@@ -75,8 +75,8 @@ class Settled:
 
 
 class StackedHead(DraftHead):
-    """K = depth stacks of L = blocks residual blocks; projection: one of PROJECTIONS, where own ones have neither bias nor
-    cap, as servers read them; loss, decay, eta: see heads.losses.Objective; own: arguments of the subclass. Raises
+    """K = depth stacks of L = blocks residual blocks; projection: one of PROJECTIONS, where own ones have neither bias
+    nor cap, as servers read them; loss, decay, eta: see heads.losses.Objective; own: arguments of the subclass. Raises
     UserError on values that cannot be."""
 
     def __init__(

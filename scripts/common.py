@@ -152,6 +152,18 @@ def build_head(cfg: DictConfig, target: FrozenTarget, vocab: DraftVocabulary) ->
     return head
 
 
+def servable_head(cfg: DictConfig) -> DraftHead:
+    """The trained head, attached to its target where the server's folder holds weights of the target too."""
+    from heads.checkpoint import class_path, load_head
+    from heads.export.vllm import layout_of
+
+    head = load_head(cfg.head_dir)
+    if layout_of(class_path(head)).lends:
+        head = load_head(cfg.head_dir, target=(target := load_target(cfg)))
+        head.attach(target.weights)
+    return head
+
+
 def head_needs(cfg: DictConfig, target: FrozenTarget) -> Any:
     """Which features the head of the config wants of this target; builds it without memory to ask it."""
     import torch

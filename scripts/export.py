@@ -11,14 +11,14 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from scripts.common import script
+from scripts.common import script, servable_head
 from scripts.settings import build, plain
 
 
 def run(cfg: DictConfig) -> None:
     """Write runs/<name>/export from the head and, when there is one, its report."""
     from eval.report_table import to_markdown
-    from heads.checkpoint import load_head, read_facts
+    from heads.checkpoint import read_facts
     from heads.export.card import Evidence
 
     folder, report_path = Path(cfg.run_dir) / "export", Path(cfg.run_dir) / "report" / "report.json"
@@ -31,7 +31,7 @@ def run(cfg: DictConfig) -> None:
         else:
             print(f"export    {report_path} is about another head; the model card gets no numbers", flush=True)
     manifest = build(cfg, "export")(
-        load_head(cfg.head_dir),
+        servable_head(cfg),
         folder,
         target_fingerprint=facts["target"],
         target_path=cfg.target.path,
