@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eval.decode import DecodeSettings, Request, decode
 from heads.artifact import UserError
-from heads.base import Committed, FeatureNeeds, Proposal, TargetFeatures
+from heads.base import Committed, DraftHead, FeatureNeeds, Proposal, TargetFeatures
 from heads.checkpoint import load_head, save_head
 from heads.layers import BlockSizes
 from heads.mtp import MTPHead
@@ -238,7 +238,7 @@ class Watched:
 
     needs = FeatureNeeds()
 
-    def __init__(self, head: MTPHead, texts: list[list[int]]) -> None:
+    def __init__(self, head: DraftHead, texts: list[list[int]]) -> None:
         self.head, self.texts, self.seen = head, texts, []
 
     def start(self, prompts):
