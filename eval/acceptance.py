@@ -61,6 +61,9 @@ DEFINITIONS: dict[str, str] = {
     "same requests, resampled in pairs; where the texts are equal this is seconds without / seconds with.",
     "speedup_with_prompt": "The same over the whole request, the prompt's forward included; it falls towards 1 as "
     "prompts grow and answers shrink.",
+    "draft_cost": "c: seconds of drafting for one drafted token / seconds of plain decoding for one token, same "
+    "requests and same timed run. The first round of a request, in which a head also reads the prompt, is left "
+    "aside. Not defined for trees.",
     "rounds_cut": "Rounds whose accepted drafts hold the end of the text (end token or length limit).",
     "looping_requests": f"Requests whose text ends in a loop of period <= {LOOP_MAX_PERIOD}, over at least "
     f"{LOOP_MIN_REPEATS} periods and {LOOP_MIN_TAIL} tokens (end token aside). Loops inflate alpha.",
@@ -104,6 +107,7 @@ class Measurement:
     formula_gap: Estimate
     speedup: Estimate | None
     speedup_with_prompt: Estimate | None
+    draft_cost: Estimate | None
     paired_requests: int
     paired_equal_texts: int
 
@@ -183,6 +187,7 @@ class _Sums(NamedTuple):
     lengths_RN: FloatArray  # rounds that proposed n tokens
     beta_R2: FloatArray  # Σ β, positions with a β
     clock_R8: FloatArray  # with the draft, then without: tokens and seconds of decoding, of the whole request
+    draft_R2: FloatArray  # with the draft: seconds of drafting, tokens drafted
     macro_R4: FloatArray  # α of the request (0 where undefined), 1 where defined; τ likewise
 
 
@@ -215,6 +220,7 @@ def _numbers(sums: _Sums) -> dict[str, FloatArray]:
             "formula_gap": np.where(np.isnan(alpha), np.nan, formula / tau - 1),
             "speedup": decoding / plain_decoding,
             "speedup_with_prompt": whole / plain_whole,
+            "draft_cost": sums.draft_R2[:, :1] / sums.draft_R2[:, 1:] * plain_decoding,
         }
 
 
@@ -246,7 +252,9 @@ def _collect(
         if max(proposed, default=0) > gamma:
             raise ValueError(f"{trace.request_id}: {max(proposed)} tokens proposed, gamma={gamma}; raise gamma.")
         betas = [b for r in rounds for b in r.beta]
-        clock = [n for t in pairs.get(trace.request_id, ()) for n in _clock(t)] or [0.0] * 8
+        pair = pairs.get(trace.request_id, ())
+        clock = [n for t in pair for n in _clock(t)] or [0.0] * 8
+        draft = [pair[0].draft_seconds, pair[0].drafted_tokens] if pair else [0.0] * 2
         columns = [
             _at_least([r.accepted for r in rounds], gamma),
             _at_least([r.examined for r in rounds], gamma),
@@ -254,6 +262,7 @@ def _collect(
             np.array([proposed.count(n) for n in range(gamma + 1)]),
             np.array([math.fsum(betas), len(betas)]),
             np.array(clock),
+            np.array(draft),
             np.zeros(4),
         ]
         rows.append(columns)
@@ -295,7 +304,7 @@ def _known(value: float, low: float, high: float) -> Estimate:
 
 def _nothing(gamma: int) -> dict[str, list[Estimate]]:
     """What is known when no request is left: every number undefined."""
-    names = _numbers(_Sums(*(np.zeros((1, n)) for n in (gamma, gamma, gamma, gamma + 1, 2, 8, 4))))
+    names = _numbers(_Sums(*(np.zeros((1, n)) for n in (gamma, gamma, gamma, gamma + 1, 2, 8, 2, 4))))
     return {name: [Estimate(None)] * value.shape[-1] for name, value in names.items()}
 
 
@@ -345,6 +354,7 @@ def measure(
         formula_gap=Estimate(None) if trees else got["formula_gap"][0],
         speedup=got["speedup"][0] if pairs else None,
         speedup_with_prompt=got["speedup_with_prompt"][0] if pairs else None,
+        draft_cost=got["draft_cost"][0] if pairs and not trees else None,
         paired_requests=len(pairs),
         paired_equal_texts=sum(drafted.tokens == alone.tokens for drafted, alone in pairs.values()),
     )

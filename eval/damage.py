@@ -1,7 +1,7 @@
 """Wrong exports on purpose: the control of the server check.
 
 Each damage is a mistake that vLLM loads without a word and that leaves the text right. The module works on the files
-of an export in vLLM's EAGLE-3 layout and knows no head.
+of an export and knows no head.
 """
 
 from __future__ import annotations
@@ -48,15 +48,33 @@ def _change_rope(config: dict[str, Any], tensors: dict[str, Tensor]) -> Files:
     return config | {"rope_parameters": {**rope, "rope_theta": rope["rope_theta"] / ROPE_FACTOR}}, tensors
 
 
+def _swap_halves(config: dict[str, Any], tensors: dict[str, Tensor]) -> Files:
+    """The first projection of EAGLE-1 and of the MTP layouts, whichever is there."""
+    name = next(name for name in _JOINS if name in tensors)
+    first, second = tensors[name].chunk(2, dim=1)
+    return config, tensors | {name: torch.cat([second, first], dim=1)}
+
+
+def _drop_biases(config: dict[str, Any], tensors: dict[str, Tensor]) -> Files:
+    return config | {"medusa_fc_bias": not config["medusa_fc_bias"]}, tensors
+
+
+_JOINS = ("fc.weight", "model.mtp_linear_proj.0.weight", "model.mtp_layers.0.input_proj.weight")
 DAMAGE: Mapping[str, Callable[[dict[str, Any], dict[str, Tensor]], Files]] = {
     "taps": _shift_taps,
     "hidden_norm": _zero_norm,
     "mapping": _drop_mapping,
     "flag": _flip_flag,
     "rope": _change_rope,
+    "halves": _swap_halves,
+    "bias": _drop_biases,
 }
 """Each is a mistake that vLLM loads without a word: taps one layer late, a norm of zeros, no draft vocabulary map, the
-residual taken at the wrong side of the norm, another rotary base."""
+residual taken at the wrong side of the norm, another rotary base, embedding and hidden state in each other's place, no
+biases. The first three and the flag are of EAGLE-3, the biases of Medusa."""
+
+CONTROLS = {"eagle3": "taps", "eagle": "halves", "mtp": "halves", "medusa": "bias"}
+"""The mistake by which the check of each method is checked."""
 
 
 def damage(export: str | Path, kind: str, folder: str | Path) -> Path:
@@ -67,7 +85,10 @@ def damage(export: str | Path, kind: str, folder: str | Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = json.loads((source / "config.json").read_text())
-    config, tensors = DAMAGE[kind](config, load_file(source / "model.safetensors"))
+    try:
+        config, tensors = DAMAGE[kind](config, load_file(source / "model.safetensors"))
+    except (KeyError, StopIteration) as error:
+        raise UserError(f"damage={kind} is of another kind of head than {source}; leave it to control=auto.") from error
     write_json(folder / "config.json", config)
     write_atomic(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     return folder

@@ -182,7 +182,8 @@ class _Batch:
         self.needs = self.proposer.needs if self.proposer is not None else FeatureNeeds()
         self.rows = [_Row(request) for request in requests]
         self.cache = BlockCache(len(requests), target.device)
-        self.prompt_seconds = 0.0
+        self.prompt_seconds = self.draft_seconds = 0.0
+        self.round = 0
         self.generator = torch.Generator(target.device).manual_seed(settings.seed)
 
     @torch.inference_mode()
@@ -225,6 +226,7 @@ class _Batch:
 
     def _round(self, state: Any) -> None:
         """One proposal, one forward of the target over it, and what follows for every row."""
+        self.round += 1
         roots_B1 = torch.tensor([[row.tokens[-1]] for row in self.rows], device=self.target.device)
         proposal = self._propose(state, roots_B1)
         block_BN = torch.cat([roots_B1, proposal.tokens_BN], dim=1)
@@ -254,7 +256,7 @@ class _Batch:
         left = self.target.max_length - max(len(row) for row in self.rows if row.finish is None)
         started = self._now()
         proposal = self.proposer.propose(state, min(self.settings.gamma, left), self._draw)
-        self.clock.draft += self._now() - started
+        self._drafted(started)
         proposal.check()
         return proposal.trimmed()
 
@@ -307,7 +309,13 @@ class _Batch:
         assert self.proposer is not None
         started = self._now()
         self.proposer.commit(state, committed)
-        self.clock.draft += self._now() - started
+        self._drafted(started)
+
+    def _drafted(self, started: float) -> None:
+        """Count what the proposer has taken since then."""
+        seconds = self._now() - started
+        self.clock.draft += seconds
+        self.draft_seconds += seconds if self.round > 1 else 0.0
 
     def _verify(self, last_BND: Tensor, proposal: Proposal) -> Verdict:
         started = self._now()
@@ -363,6 +371,7 @@ class _Batch:
             finish=row.finish,
             seconds=row.seconds or elapsed,
             prompt_seconds=self.prompt_seconds,
+            draft_seconds=self.draft_seconds,
         )
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ MARGIN = 16  # positions beyond the longest request, so that vLLM never shortens
 class Server:
     """How vLLM is to run: the interpreter it is installed for, the target, and optionally a draft.
 
-    draft: an exported folder, None for plain decoding; batch: requests at a time; timeout: seconds for everything.
+    draft: an exported folder, None for plain decoding; overrides: what a draft of this method changes in the target's
+    configuration; batch: requests at a time; timeout: seconds for everything.
     """
 
     python: str
@@ -47,6 +48,7 @@ class Server:
     draft: str | None = None
     gamma: int = 0
     method: str = "eagle3"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     batch: int = 1
     timeout: float = 1800.0
 
@@ -166,6 +168,7 @@ def _request(server: Server, requests: Sequence[Request], limits: Limits) -> dic
         "draft": server.draft,
         "method": server.method,
         "gamma": server.gamma,
+        "overrides": dict(server.overrides),
         "dtype": server.dtype,
         "max_model_len": longest + limits.max_new_tokens + 2 * server.gamma + MARGIN,
         "max_tokens": limits.max_new_tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ class Plan:
     gamma: the draft length of the main comparison; gammas: further ones for the first proposer alone; temperatures:
     0 is greedy, others use top_p too; dtypes: number formats, the first is the headline; rows: requests decoded
     together where nothing is timed; timed_requests: how many are also decoded alone, interleaved with plain decoding;
-    tree: top_k and nodes of the head's dynamic tree, whose depth is γ (None: chains).
+    tree: top_k and nodes of the head's dynamic tree, whose depth is γ; it is decoded greedily beside the head's chain,
+    as the proposer `tree_name` (None: chains only).
     """
 
     gamma: int = 4
@@ -75,6 +76,11 @@ class Plan:
                 raise UserError(f"eval.{name}={list(values)} says something twice; give each value once.")
 
 
+def tree_name(head: str) -> str:
+    """The name under which the tree of a head is evaluated beside its chain."""
+    return f"{head}_tree"
+
+
 @dataclass(frozen=True)
 class Task:
     """One line of the evaluation."""
@@ -94,14 +100,16 @@ def tasks(plan: Plan, proposers: Sequence[str]) -> list[Task]:
     """All tasks in the order they run; the first of `proposers` is the head under evaluation.
 
     Sampled decoding and the sweep over γ are run in the last number format, the one that is served; greedy decoding
-    in all of them.
+    in all of them, with the head's tree too.
     """
     result = []
     served = plan.dtypes[-1]
+    greedy = [*proposers[:1], *([tree_name(proposers[0])] if plan.tree is not None else []), *proposers[1:]]
     for dtype in plan.dtypes:
         for temperature in plan.temperatures:
             if temperature == 0 or dtype == served:
-                result += [Task(name, dtype, temperature, plan.gamma) for name in proposers]
+                drafts = greedy if temperature == 0 else proposers
+                result += [Task(name, dtype, temperature, plan.gamma) for name in drafts]
             if temperature == 0:  # sampled plain decoding has nothing to be compared with
                 result.append(Task(PLAIN, dtype, temperature, 0))
     swept = [gamma for gamma in plan.gammas if gamma != plan.gamma]
@@ -133,7 +141,8 @@ class Suite:
         if not requests:
             raise UserError("There is no held-out request to evaluate; give more traffic or raise traffic.held_out.")
         self.requests, self.plan, self.folder = requests, plan, folder
-        self.key = digest([[asdict(request) for request in requests], asdict(plan), dict(identity)])
+        what_is_kept = [field.name for field in fields(RequestTrace)]
+        self.key = digest([[asdict(request) for request in requests], asdict(plan), dict(identity), what_is_kept])
         self.load_target, self.make_proposers = load_target, make_proposers
         self.announce, self.progress = announce, progress
 

@@ -60,7 +60,8 @@ class Round:
 class RequestTrace:
     """One request, decoded. `tokens`: the generated text without the prompt, end token included.
 
-    seconds: wall clock of the whole request; prompt_seconds: of these, what the target's forward over the prompt took.
+    seconds: wall clock of the whole request; prompt_seconds: of these, what the target's forward over the prompt took;
+    draft_seconds: what the proposer took in the rounds after the first, in which it also reads the prompt.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class RequestTrace:
     finish: str
     seconds: float
     prompt_seconds: float = 0.0
+    draft_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.finish in FINISHES, self.finish
@@ -88,6 +90,11 @@ class RequestTrace:
     def decoded_tokens(self) -> int:
         """Tokens that the rounds added to the text."""
         return sum(r.emitted for r in self.rounds)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens that `draft_seconds` were spent on."""
+        return sum(r.proposed for r in self.rounds[1:])
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -17,7 +17,10 @@ import sys
 import time
 from typing import Any
 
-FIELDS = ("target", "draft", "method", "gamma", "dtype", "max_model_len", "max_tokens", "stop_ids", "batch", "prompts")
+FIELDS = (
+    *("target", "draft", "method", "gamma", "overrides", "dtype"),
+    *("max_model_len", "max_tokens", "stop_ids", "batch", "prompts"),
+)
 PREFIX = "vllm:spec_decode_"
 
 
@@ -52,6 +55,8 @@ def engine_arguments(request: dict[str, Any]) -> dict[str, Any]:
             "num_speculative_tokens": request["gamma"],
         }
         arguments["per_request_spec_decode_metrics"] = "detailed"
+        if request["overrides"]:
+            arguments["hf_overrides"] = request["overrides"]
     return arguments
 
 

@@ -63,8 +63,12 @@ class FeatureNeeds:
         if list(self.taps) != sorted(set(self.taps)) or any(not 0 <= tap < num_layers for tap in self.taps):
             raise UserError(
                 f"The taps {list(self.taps)} must be ascending, distinct and between 0 and {num_layers - 1} "
-                f"for a target of {num_layers} layers; set head.taps=[…]."
+                f"for a target of {num_layers} layers; set head.taps=[…] (and collect.taps=[…])."
             )
+
+    def within(self, stored: FeatureNeeds) -> bool:
+        """Whether features that were stored for other needs hold all of these."""
+        return set(self.taps) <= set(stored.taps) and self.last <= stored.last
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,16 @@ class Proposal:
 
 
 @dataclass(frozen=True)
+class Projection:
+    """From output states to the draft's logits: weight [W, D], or [K, W, D] for one projection per pass, with a bias
+    [W], or [K, W] beside a weight per pass, and the cap c of logits, c · tanh(logit / c), where there are any."""
+
+    weight: Tensor
+    bias_W: Tensor | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
 class TargetWeights:
     """The frozen parts of the target that heads share: input embeddings [V, D] and vocabulary projection [V, D], with
     its bias [V] and the cap c of logits, c · tanh(logit / c), where the target has them."""
@@ -230,6 +244,11 @@ class TargetWeights:
         ids_W = ids_W.to(self.lm_head_VD.device)
         bias_W = None if self.bias_V is None else self.bias_V[ids_W]
         return TargetWeights(self.embedding_VD, self.lm_head_VD[ids_W], bias_W, self.softcap)
+
+    @property
+    def projection(self) -> Projection:
+        """The vocabulary projection for a head that reads its states by it: frozen, so the loss makes no gradient."""
+        return Projection(self.lm_head_VD, self.bias_V, self.softcap)
 
     def logits(self, last: Tensor) -> Tensor:
         """The target's logits [..., V] in its own dtype from states after the final norm [..., D]."""

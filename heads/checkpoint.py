@@ -36,6 +36,11 @@ def head_name(head: DraftHead) -> str:
     return type(head).__module__.rpartition(".")[2]
 
 
+def class_path(head: DraftHead) -> str:
+    """Where the class of a head is, such as `heads.eagle3.Eagle3Head`."""
+    return f"{type(head).__module__}.{type(head).__qualname__}"
+
+
 def save_head(
     head: DraftHead,
     folder: str | Path,
@@ -55,7 +60,7 @@ def save_head(
     sha256 = hashlib.sha256(data).hexdigest()
     facts = {
         "format": FORMAT,
-        "_target_": f"{type(head).__module__}.{type(head).__qualname__}",
+        "_target_": class_path(head),
         "arguments": head.arguments,
         "vocab_size": head.vocab.size,
         "target": dict(target_fingerprint),
@@ -68,7 +73,7 @@ def save_head(
 
 
 def load_head(folder: str | Path, *, target: FrozenTarget | None = None) -> DraftHead:
-    """The head in `folder`, bit for bit as it was saved; `attach` and `to` are the caller's.
+    """The head in `folder`, bit for bit as it was saved and in eval mode; `attach` and `to` are the caller's.
 
     target: the target it is going to be used with. Raises UserError when the head was trained for another one, or when
     anything in the folder is missing, superfluous or misshapen.
@@ -81,9 +86,9 @@ def load_head(folder: str | Path, *, target: FrozenTarget | None = None) -> Draf
     if _VOCAB not in tensors:
         raise UserError(f"{folder / TENSORS} has no draft vocabulary ({_VOCAB}); train or convert the head again.")
     vocab = DraftVocabulary(tensors.pop(_VOCAB), facts["vocab_size"])
-    head = _build(facts["_target_"], facts["arguments"], vocab, folder)
+    head = build_head(facts["_target_"], facts["arguments"], vocab, source=str(folder / FACTS))
     fill(head, tensors, source=str(folder / TENSORS))
-    return head
+    return head.eval()
 
 
 def read_facts(folder: str | Path) -> dict[str, Any]:
@@ -154,19 +159,19 @@ def _read_tensors(folder: Path, sha256: str) -> dict[str, Tensor]:
         raise UserError(f"{path} is not a safetensors file ({error}); train again.") from error
 
 
-def _build(class_path: str, arguments: Mapping[str, Any], vocab: DraftVocabulary, folder: Path) -> DraftHead:
-    """An untrained head of the named class, which must be one of this package."""
-    refusal = f"{folder / FACTS} names the class {class_path!r}, which is no draft head under heads."
-    if not isinstance(class_path, str) or not _CLASS.fullmatch(class_path):
+def build_head(kind: str, arguments: Mapping[str, Any], vocab: DraftVocabulary, *, source: str) -> DraftHead:
+    """An untrained head of the named class, which must be one of this package. UserError names the source."""
+    refusal = f"{source} names the class {kind!r}, which is no draft head under heads."
+    if not isinstance(kind, str) or not _CLASS.fullmatch(kind):
         raise UserError(f"{refusal}; nothing outside is ever loaded.")
-    module_name, _, name = class_path.rpartition(".")
+    module_name, _, name = kind.rpartition(".")
     try:
-        kind = vars(importlib.import_module(module_name)).get(name)
+        found = vars(importlib.import_module(module_name)).get(name)
     except ModuleNotFoundError as error:
         raise UserError(f"{refusal}; it was written by another version.") from error
-    if not (isinstance(kind, type) and issubclass(kind, DraftHead)):
+    if not (isinstance(found, type) and issubclass(found, DraftHead)):
         raise UserError(f"{refusal}; it was written by another version.")
     try:
-        return kind(vocab=vocab, **arguments)
+        return found(vocab=vocab, **arguments)
     except TypeError as error:
-        raise UserError(f"{folder / FACTS} does not fit {class_path} ({error}); it is from another version.") from error
+        raise UserError(f"{source} does not fit {kind} ({error}); it is from another version.") from error

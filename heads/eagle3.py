@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from heads.artifact import UserError
 from heads.base import FeatureNeeds, LossSums, TargetFeatures, TargetWeights
 from heads.layers import BlockSizes, DraftBlock, RMSNorm, Rotary, copy_last_layer
-from heads.losses import KERNELS, unrolled_loss
+from heads.losses import Objective, Projection, unrolled_loss
 from heads.pairs import check_places, nothing_to_learn, summed, supervised_pairs, target_rows
 from heads.recurrent import RecurrentHead, Slot
 from heads.target import FrozenTarget
@@ -38,10 +38,10 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 class Eagle3Head(RecurrentHead):
     """One decoder layer on fc(taps), with its own final norm and its own projection to the draft vocabulary.
 
-    sizes: of the target's layers; taps: boundary ids (None: `default_taps`); depth: unrolled passes K; decay: weight
-    of pass k is decay^k; loss: a key of losses.KERNELS; norm_before_residual: the residual is the normed hidden state;
-    fc_norm: RMSNorm on each tapped state; norm_output: the state after the final norm is fed back.
-    Raises UserError on taps, depth or loss that cannot be.
+    sizes: of the target's layers; taps: boundary ids (None: `default_taps`); depth: unrolled passes K; loss, decay,
+    eta: what is minimised (heads.losses.Objective); norm_before_residual: the residual is the normed hidden state;
+    fc_norm: RMSNorm on each tapped state; norm_output: the state after the final norm is fed back; qk_norm: queries
+    and keys are normed, as Qwen3's are. Raises UserError on taps, depth or an objective that cannot be.
     """
 
     def __init__(
@@ -51,37 +51,43 @@ class Eagle3Head(RecurrentHead):
         vocab: DraftVocabulary,
         taps: Sequence[int] | None = None,
         depth: int = 4,
-        decay: float = 0.8,
         loss: str = "kl",
+        decay: float | str = 0.8,
+        eta: float = 3.0,
         norm_before_residual: bool = False,
         fc_norm: bool = False,
         norm_output: bool = False,
+        qk_norm: bool = False,
     ) -> None:
         sizes = sizes if isinstance(sizes, BlockSizes) else BlockSizes(**sizes)
         needs = FeatureNeeds(taps=tuple(taps) if taps is not None else default_taps(sizes.num_target_layers))
         needs.check(sizes.num_target_layers)
-        if loss not in KERNELS or depth < 1:
-            raise UserError(
-                f"head.loss={loss} head.depth={depth}: the loss is one of {', '.join(KERNELS)}, the depth ≥ 1."
-            )
-        flags = {"norm_before_residual": norm_before_residual, "fc_norm": fc_norm, "norm_output": norm_output}
+        if depth < 1:
+            raise UserError(f"A depth of {depth} trains nothing: it is at least 1; set head.depth.")
+        flags = {
+            "norm_before_residual": norm_before_residual,
+            "fc_norm": fc_norm,
+            "norm_output": norm_output,
+            "qk_norm": qk_norm,
+        }
         arguments = {
             "sizes": asdict(sizes),
             "taps": list(needs.taps),
             "depth": depth,
-            "decay": decay,
             "loss": loss,
+            "decay": decay,
+            "eta": eta,
             **flags,
         }
         super().__init__(needs=needs, vocab=vocab, arguments=arguments)
         config, width = sizes.llama_config(), sizes.hidden_size
-        self.depth, self.decay, self.loss_kind = depth, decay, loss
+        self.depth, self.objective = depth, Objective(loss, decay, eta)
         self.norm_before_residual, self.norm_output = norm_before_residual, norm_output
         self.fc_norm = nn.ModuleList(RMSNorm(width, config.rms_norm_eps) for _ in needs.taps) if fc_norm else None
         self.fc = nn.Linear(len(needs.taps) * width, width, bias=False)
         self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
-        self.layer = DraftBlock(config, 2 * width)
+        self.layer = DraftBlock(config, 2 * width, qk_norm=qk_norm)
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, len(vocab.ids_W), bias=False)
         self.rotary = Rotary(config)
@@ -114,11 +120,9 @@ class Eagle3Head(RecurrentHead):
             return nothing_to_learn(self)
         hidden_KND = self.unroll(features, starts_N, self.depth)
         target = target_rows(features, starts_N, self._draftable[0], self.vocab)
-        weights_K = self.decay ** torch.arange(self.depth, device=starts_N.device)
         valid_KN = check_places(starts_N, valid_KN)
-        return summed(
-            unrolled_loss(hidden_KND, self.lm_head.weight, target, valid_KN, weights_K, self.loss_kind), valid_KN
-        )
+        projection = Projection(self.lm_head.weight)
+        return summed(unrolled_loss(hidden_KND, projection, target, valid_KN, self.objective), valid_KN)
 
     def given(self, taps: Tensor, last: Tensor) -> Tensor:
         """g = fc(taps), each tapped state normed first if the head has fc_norm."""

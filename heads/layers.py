@@ -108,9 +108,12 @@ class _Normed(torch.autograd.Function):
 
 
 class DraftAttention(nn.Module):
-    """Grouped-query attention with rotary positions over an input of width `width`."""
+    """Grouped-query attention with rotary positions over an input of width `width`.
 
-    def __init__(self, config: LlamaConfig, width: int) -> None:
+    qk_norm: queries and keys are normed head by head before they are rotated, as in Qwen3.
+    """
+
+    def __init__(self, config: LlamaConfig, width: int, *, qk_norm: bool = False) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.groups = config.num_attention_heads // config.num_key_value_heads
@@ -119,14 +122,17 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity() for _ in "qk"
+        )
 
     def queries(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Rotated queries [..., T, heads, head_dim] of inputs [..., T, width]."""
-        return _rotate(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), rope)
+        return _rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
 
     def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Rotated keys and plain values [..., T, kv heads, head_dim]."""
-        keys = _rotate(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), rope)
+        keys = _rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
         return keys, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
     def cached(
@@ -137,7 +143,7 @@ class DraftAttention(nn.Module):
             project(x_BND).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         ]
         cos, sin = (table.to(x_BND.dtype) for table in rope)
-        q, k = apply_rotary_pos_emb(parts[0], parts[1], cos, sin, unsqueeze_dim=-2)
+        q, k = apply_rotary_pos_emb(self.q_norm(parts[0]), self.k_norm(parts[1]), cos, sin, unsqueeze_dim=-2)
         k, v = cache.kv.update(k.transpose(1, 2), parts[2].transpose(1, 2), 0)
         nodes, columns = q.shape[1], k.shape[2]
         mask = None
@@ -152,9 +158,9 @@ class DraftAttention(nn.Module):
 class DraftBlock(nn.Module):
     """Attention and MLP with their residuals; the caller owns the norms in front of the attention."""
 
-    def __init__(self, config: LlamaConfig, width: int) -> None:
+    def __init__(self, config: LlamaConfig, width: int, *, qk_norm: bool = False) -> None:
         super().__init__()
-        self.self_attn = DraftAttention(config, width)
+        self.self_attn = DraftAttention(config, width, qk_norm=qk_norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
@@ -173,24 +179,34 @@ def copy_last_layer(block: DraftBlock, model: PreTrainedModel) -> dict[str, Tens
     """
     decoder = model.base_model
     prefix = f"layers.{model.config.get_text_config().num_hidden_layers - 1}."
-    donor = {
-        name.removeprefix(prefix): weight for name, weight in decoder.named_parameters() if name.startswith(prefix)
+    given_by = dict(decoder.named_parameters())
+    donor = {name.removeprefix(prefix): weight for name, weight in given_by.items() if name.startswith(prefix)}
+    own = dict(block.named_parameters())
+    # A layer that norms its queries and keys has them on another scale than one that does not.
+    scaled = {
+        f"self_attn.{part}_proj.weight"
+        for part in "qk"
+        if _shape(donor, f"self_attn.{part}_norm.weight") != _shape(own, f"self_attn.{part}_norm.weight")
     }
-    # A layer that norms its queries and keys has them on another scale than a block without those norms.
-    scaled = {"self_attn.q_proj.weight", "self_attn.k_proj.weight"} if "self_attn.q_norm.weight" in donor else set()
-    for name, weight in block.named_parameters():
+    for name, weight in own.items():
         given = donor.get(name)
         if given is not None and name not in scaled and len(given) == len(weight) and given.ndim == weight.ndim == 2:
             weight[:, weight.shape[1] - given.shape[1] :] = given.to(weight)
     gains = {}
-    for name in (f"{prefix}post_attention_layernorm", f"{prefix}input_layernorm", "norm"):
-        if f"{name}.weight" in dict(decoder.named_parameters()):
+    inside = ("post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "input_layernorm")
+    for name in (*(f"{prefix}{norm}" for norm in inside), "norm"):
+        if f"{name}.weight" in given_by:
             norm = decoder.get_submodule(name)
             # Of a vector of ones an RMSNorm leaves its gain, however its family stores it.
             gains[name.removeprefix(prefix)] = norm(torch.ones_like(norm.weight)[None])[0]
-    if "post_attention_layernorm" in gains:
-        block.post_attention_layernorm.weight.copy_(gains["post_attention_layernorm"])
+    for name, gain in gains.items():
+        if _shape(own, f"{name}.weight") == gain.shape:
+            own[f"{name}.weight"].copy_(gain)
     return gains
+
+
+def _shape(weights: Mapping[str, Tensor], name: str) -> torch.Size | None:
+    return weights[name].shape if name in weights else None
 
 
 class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]  # transformers is taken as untyped

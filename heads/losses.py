@@ -1,73 +1,59 @@
-"""Losses that compare a draft's distribution with the target's, as sums over positions with a gradient of their own.
+"""The loss of the unrolled passes of a head, as sums over positions with a gradient of its own.
 
-The target's distribution p is always over its full vocabulary: p(x) = exp(logit(x) - lse), so the mass outside the
-draft vocabulary counts as lost. Each kind of loss is a *kernel* that returns value and gradient for a chunk of rows
-in fp32; `unrolled_loss` walks over chunks so that the logits of a batch never exist at once. The plain references,
-written for reading and for the tests, stand beside them. The module knows neither heads nor attention.
+Each place is judged by what the target says there (heads.kernels has the kinds of loss); `unrolled_loss` walks over
+chunks of places, so that the logits of a batch never exist at once. The module knows neither heads nor attention.
 
-Sources: forward KL as in EAGLE-3 (arXiv 2503.01840); -log α and TV from the likelihood-of-acceptance losses
-(arXiv 2602.23881).
+Pass k of a start weighs decay^k, as in the public trainers of EAGLE-3 (arXiv 2503.01840), or as much as the passes
+before it survive, which is how often a sampling decoder gets there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from heads.base import TargetWeights, wide
+from heads.artifact import UserError
+from heads.base import Projection, TargetWeights, wide
+from heads.kernels import KINDS, Said, kernel_of, reference_loss
+
+__all__ = ["KINDS", "Objective", "Projection", "TargetRows", "UnrolledSums", "reference_loss", "unrolled_loss"]
 
 LOGITS = 1 << 24  # of all passes over a chunk of places that exist at the same time
-_TINY = 1e-12
-
-Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""(draft logits_CW fp32, p_CW fp32, Σ p log p of each row) -> (loss_C, gradient with respect to the logits_CW,
-overlap_C = Σ min(p, q))."""
 
 
-def kl_kernel(logits_CW: Tensor, p_CW: Tensor, negentropy_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward KL Σ p (log p - log q) over the draft vocabulary, p not renormalised on it."""
-    log_q_CW = torch.log_softmax(logits_CW, dim=-1)
-    loss_C = negentropy_C - (p_CW * log_q_CW).sum(-1)
-    q_CW = log_q_CW.exp_()
-    overlap_C = torch.minimum(p_CW, q_CW).sum(-1)
-    return loss_C, q_CW.mul_(p_CW.sum(-1, keepdim=True)).sub_(p_CW), overlap_C
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: Σ weight · loss over the supervised pairs.
 
+    kind: one of heads.kernels.KINDS; decay: pass k weighs decay^k, or "survival": as much as the probability Π_{i<k}
+    Σ min(p_i, q_i) that the passes before it are accepted, held constant; eta: of lk_lambda, how fast it turns from KL
+    to TV (3 for heads that read their own output, 10 for Medusa, arXiv 2602.23881). Raises UserError on others.
+    """
 
-def lk_alpha_kernel(logits_CW: Tensor, p_CW: Tensor, negentropy_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """-log Σ min(p, q): the negative log-likelihood that a drafted token is accepted."""
-    q_CW = torch.softmax(logits_CW, dim=-1)
-    overlap_C = torch.minimum(p_CW, q_CW).sum(-1)
-    gradient_CW = _overlap_gradient(q_CW, p_CW).div_(-overlap_C.clamp_min(_TINY)[:, None])
-    return -overlap_C.clamp_min(_TINY).log(), gradient_CW, overlap_C
+    kind: str = "kl"
+    decay: float | str = 0.8
+    eta: float = 3.0
 
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"The loss {self.kind!r} is unknown; set head.loss to one of {', '.join(KINDS)}.")
+        if self.decay != "survival" and (isinstance(self.decay, str) or not 0 < self.decay <= 1):
+            raise UserError(
+                f"A decay of {self.decay!r} cannot be: it is above 0 and at most 1, or survival; set head.decay."
+            )
+        if not 0 <= self.eta < math.inf:
+            raise UserError(f"An eta of {self.eta} cannot be: it is a finite number from 0 on; set head.eta.")
 
-def tv_kernel(logits_CW: Tensor, p_CW: Tensor, negentropy_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Total variation 1 - Σ min(p, q): the probability that a drafted token is rejected."""
-    q_CW = torch.softmax(logits_CW, dim=-1)
-    overlap_C = torch.minimum(p_CW, q_CW).sum(-1)
-    return 1 - overlap_C, _overlap_gradient(q_CW, p_CW).neg_(), overlap_C
-
-
-def _overlap_gradient(q_CW: Tensor, p_CW: Tensor) -> Tensor:
-    """d Σ min(p, q) / d logits: only where q < p does more q help."""
-    helped_CW = torch.where(q_CW < p_CW, q_CW, 0.0)
-    return helped_CW - q_CW * helped_CW.sum(-1, keepdim=True)
-
-
-KERNELS: dict[str, Kernel] = {"kl": kl_kernel, "lk_alpha": lk_alpha_kernel, "tv": tv_kernel}
-
-
-def reference_loss(kind: str, logits_CW: Tensor, p_CW: Tensor) -> Tensor:
-    """The same losses [C] in plain differentiable operations: what the kernels are tested against."""
-    log_q_CW = torch.log_softmax(logits_CW, dim=-1)
-    if kind == "kl":
-        return (torch.special.xlogy(p_CW, p_CW) - p_CW * log_q_CW).sum(-1)
-    overlap_C = torch.minimum(p_CW, log_q_CW.exp()).sum(-1)
-    return -overlap_C.clamp_min(_TINY).log() if kind == "lk_alpha" else 1 - overlap_C
+    def weight(self, k: int, overlap_KC: Tensor) -> Tensor:
+        """What pass k of C starts weighs [C], from their overlaps in all passes before it [k…, C]."""
+        if isinstance(self.decay, str):
+            return overlap_KC[:k].prod(0)
+        return torch.full_like(overlap_KC[0], self.decay**k)
 
 
 @dataclass(frozen=True)
@@ -83,19 +69,18 @@ class TargetRows:
     lse_N: Tensor
     token_N: Tensor
 
-    def probs(self, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """p_CW over the draft vocabulary for places low…high, fp32, which may sum to less than one, and Σ p log p."""
-        logits_CW = wide(self.weights.logits(self.last_ND[low:high]))
-        log_p_CW = logits_CW.sub_(self.lse_N[low:high, None])
+    def said(self, low: int, high: int) -> Said:
+        """What the target says at places low…high, fp32 or wider."""
+        log_p_CW = wide(self.weights.logits(self.last_ND[low:high])).sub_(self.lse_N[low:high, None])
         p_CW = log_p_CW.exp()
-        return p_CW, log_p_CW.mul_(p_CW).sum(-1)
+        return Said(p_CW, log_p_CW, (log_p_CW * p_CW).sum(-1), self.token_N[low:high])
 
 
 @dataclass(frozen=True)
 class UnrolledSums:
-    """total: Σ_k weight_k · loss_k, a scalar with gradient; the rest is detached. loss_K: summed loss of each depth;
-    match_KN: the draft's argmax is the token that the target wrote; overlap_KN: Σ min(p, q). Both are 0 where the
-    pair is not supervised."""
+    """total: Σ weight · loss, a scalar with gradient; the rest is detached. loss_K: summed loss of each depth, without
+    weights; match_KN: the draft's argmax is the token that the target wrote; overlap_KN: Σ min(p, q). Both are 0
+    where the pair is not supervised."""
 
     total: Tensor
     loss_K: Tensor
@@ -104,14 +89,16 @@ class UnrolledSums:
 
 
 def unrolled_loss(
-    hidden_KND: Tensor, weight_WD: Tensor, target: TargetRows, valid_KN: Tensor, weights_K: Tensor, kind: str
+    hidden_KND: Tensor, projection: Projection, target: TargetRows, valid_KN: Tensor, objective: Objective
 ) -> UnrolledSums:
     """Loss of K unrolled passes over N starts, sorted by position.
 
     Pass k of start n predicts what the target says at place n + k; where that place lies in another turn the pair is
-    not valid. p is computed once for each place and shared by all passes. weights_K weighs the depths.
+    not valid. p is computed once for each place and shared by all passes. Gradients go to the states, and to the
+    weight and the bias of the projection where they require one: a frozen weight saves a third of the multiplications.
     """
-    outputs = _Unrolled.apply(hidden_KND, weight_WD, target, valid_KN, weights_K, KERNELS[kind])  # type: ignore[no-untyped-call]
+    weight, bias = projection.weight, projection.bias_W
+    outputs = _Unrolled.apply(hidden_KND, weight, bias, projection.softcap, target, valid_KN, objective)  # type: ignore[no-untyped-call]
     return UnrolledSums(*outputs)
 
 
@@ -142,52 +129,90 @@ class _Unrolled(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_KND: Tensor,
-        weight_WD: Tensor,
+        weight: Tensor,
+        bias_W: Tensor | None,
+        softcap: float | None,
         target: TargetRows,
         valid_KN: Tensor,
-        weights_K: Tensor,
-        kernel: Kernel,
+        objective: Objective,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        walk = _Walk(hidden_KND, Projection(weight, bias_W, softcap), objective, ctx.needs_input_grad[1:3])
         depth, starts, _ = hidden_KND.shape
-        weight, scale_K = weight_WD.to(hidden_KND.dtype), weights_K.to(wide(weight_WD))
-        loss_K = wide(weight_WD).new_zeros(depth)
-        match_KN = torch.zeros(depth, starts, dtype=torch.bool, device=hidden_KND.device)
-        overlap_KN = wide(hidden_KND).new_zeros(depth, starts)
-        hidden_grad = torch.zeros_like(hidden_KND)
-        weight_grad = torch.zeros_like(wide(weight_WD))
-        chunk = max(1, LOGITS // (depth * len(weight_WD)))
+        chunk = max(1, LOGITS // (depth * weight.shape[-2]))
         for low in range(0, starts, chunk):
-            p_CW, negentropy_C = target.probs(low, min(starts, low + chunk))
-            spans = _spans(low, min(starts, low + chunk), valid_KN)
-            # One product for all passes over these places, and the rows of a pass are a view of it.
-            hidden_RD = torch.cat([hidden_KND[span.k, span.rows] for span in spans])
-            logits_RW = hidden_RD @ weight.T
-            gradient_RW = torch.empty_like(logits_RW)
-            for span, logits, gradient in zip(
-                spans,
-                *(states.split([len(span.valid_C) for span in spans]) for states in (logits_RW, gradient_RW)),
-                strict=True,
-            ):
-                k, rows, valid_C, here = span.k, span.rows, span.valid_C, slice(span.places.start - low, None)
-                logits_CW = wide(logits)
-                match_KN[k, rows] = (logits_CW.max(-1).indices == target.token_N[span.places]) & valid_C
-                loss_C, gradient_CW, overlap_C = kernel(logits_CW, p_CW[here], negentropy_C[here])
-                loss_K[k] += (loss_C * valid_C).sum()
-                overlap_KN[k, rows] = overlap_C * valid_C
-                gradient.copy_(gradient_CW)
-            # Depth weights and invalid pairs scale rows: cheaper on the states than on the logits.
-            scale_R1 = torch.cat([scale_K[span.k] * span.valid_C for span in spans])[:, None].to(weight.dtype)
-            grad_RD = (gradient_RW @ weight).mul_(scale_R1)
-            for span, grad in zip(spans, grad_RD.split([len(span.valid_C) for span in spans]), strict=True):
-                hidden_grad[span.k, span.rows] = grad
-            weight_grad += gradient_RW.T @ hidden_RD.mul_(scale_R1)
-        ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.weight_dtype = weight_WD.dtype
-        ctx.mark_non_differentiable(loss_K, match_KN, overlap_KN)
-        return (loss_K * weights_K.to(loss_K)).sum(), loss_K, match_KN, overlap_KN
+            high = min(starts, low + chunk)
+            spans = _spans(low, high, valid_KN)
+            said = target.said(low, high)
+            # With one projection, one product for all passes over these places.
+            for group in [spans] if weight.dim() == 2 else [[span] for span in spans]:
+                walk.take(group, [said[span.places.start - low :] for span in group])
+        ctx.save_for_backward(walk.hidden_grad, walk.weight_grad, walk.bias_grad)
+        ctx.dtypes = weight.dtype, None if bias_W is None else bias_W.dtype
+        ctx.mark_non_differentiable(walk.loss_K, walk.match_KN, walk.overlap_KN)
+        return walk.total, walk.loss_K, walk.match_KN, walk.overlap_KN
 
     @staticmethod
     def backward(ctx: Any, total_grad: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_grad, weight_grad = ctx.saved_tensors
-        hidden = hidden_grad * total_grad.to(hidden_grad.dtype)
-        return hidden, (weight_grad * total_grad).to(ctx.weight_dtype), None, None, None, None
+        hidden_grad, *others = ctx.saved_tensors
+        scaled = [
+            None if grad is None else (grad * total_grad).to(dtype)
+            for grad, dtype in zip(others, ctx.dtypes, strict=True)
+        ]
+        return hidden_grad * total_grad.to(hidden_grad.dtype), *scaled, None, None, None, None
+
+
+class _Walk:
+    """The sums and gradients that grow from chunk to chunk. Chunks and passes come in ascending order, so that what the
+    passes before it made of a start is known when a pass is weighed."""
+
+    def __init__(
+        self, hidden_KND: Tensor, projection: Projection, objective: Objective, trained: tuple[bool, bool]
+    ) -> None:
+        depth, starts, _ = hidden_KND.shape
+        weight, bias_W = projection.weight, projection.bias_W
+        self.hidden_KND, self.softcap, self.objective = hidden_KND, projection.softcap, objective
+        self.kernel = kernel_of(objective.kind, objective.eta)
+        self.weight = weight.to(hidden_KND.dtype)
+        self.bias_W = None if bias_W is None else bias_W.to(hidden_KND.dtype)
+        self.total = wide(hidden_KND).new_zeros(())
+        self.loss_K = wide(hidden_KND).new_zeros(depth)
+        self.match_KN = torch.zeros(depth, starts, dtype=torch.bool, device=hidden_KND.device)
+        self.overlap_KN = wide(hidden_KND).new_zeros(depth, starts)
+        self.hidden_grad = torch.zeros_like(hidden_KND)
+        self.weight_grad = torch.zeros_like(wide(weight)) if trained[0] else None
+        self.bias_grad = torch.zeros_like(wide(bias_W)) if bias_W is not None and trained[1] else None
+
+    def take(self, spans: list[_Span], said: list[Said]) -> None:
+        """Passes that share a projection, over one chunk, and what the target says to each."""
+        k = spans[0].k if self.weight.dim() == 3 else ...
+        weight_WD, sizes = self.weight[k], [len(span.valid_C) for span in spans]
+        hidden_RD = torch.cat([self.hidden_KND[span.k, span.rows] for span in spans])
+        logits_RW = F.linear(hidden_RD, weight_WD, None if self.bias_W is None else self.bias_W[k])
+        gradient_RW = torch.empty_like(logits_RW)
+        parts = zip(spans, said, logits_RW.split(sizes), gradient_RW.split(sizes), strict=True)
+        # Depth weights and invalid pairs scale rows: cheaper on the states than on the logits.
+        scale_R1 = torch.cat([self._judge(*part) for part in parts])[:, None].to(logits_RW.dtype)
+        grad_RD = (gradient_RW @ weight_WD).mul_(scale_R1)
+        for span, grad in zip(spans, grad_RD.split(sizes), strict=True):
+            self.hidden_grad[span.k, span.rows] = grad
+        if self.bias_grad is not None:
+            self.bias_grad[k].add_((gradient_RW.T @ scale_R1)[:, 0])
+        if self.weight_grad is not None:
+            self.weight_grad[k].add_(gradient_RW.T @ hidden_RD.mul_(scale_R1))
+
+    def _judge(self, span: _Span, said: Said, logits: Tensor, gradient: Tensor) -> Tensor:
+        """Take in one pass and leave its gradient by the logits in `gradient`; returns what each row weighs [C]."""
+        k, rows = span.k, span.rows
+        logits_CW = wide(logits)
+        if self.softcap is not None:
+            logits_CW = (logits_CW / self.softcap).tanh_().mul_(self.softcap)
+        self.match_KN[k, rows] = (logits_CW.max(-1).indices == said.token_C) & span.valid_C
+        loss_C, gradient_CW, overlap_C = self.kernel(logits_CW, said)
+        if self.softcap is not None:
+            gradient_CW.mul_(1 - (logits_CW / self.softcap).square_())
+        gradient.copy_(gradient_CW)
+        self.overlap_KN[k, rows] = overlap_C * span.valid_C
+        scale_C = self.objective.weight(k, self.overlap_KN[:, rows]) * span.valid_C
+        self.loss_K[k] += (loss_C * span.valid_C).sum()
+        self.total += (loss_C * scale_C).sum()
+        return scale_C

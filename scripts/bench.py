@@ -8,7 +8,6 @@ python -m scripts.bench bench=peers name=demo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -69,7 +68,7 @@ def bench_decode(cfg: DictConfig) -> None:
     plan = build(cfg, "eval")
     for dtype in plan.dtypes:
         target = load_target(cfg, dtype)
-        head: Any = proposers("head", head_dir, target, plan.tree)["head"]
+        *_, head = proposers("head", head_dir, target, plan.tree).values()  # its tree, where there is one
         for gamma in cfg.bench.gammas:
             settings = DecodeSettings(gamma=gamma, max_new_tokens=plan.max_new_tokens, seed=cfg.seed)
             traces = interleaved(target, requests, {"head": head, "none": None}, replace(settings, rows=1))

@@ -74,8 +74,10 @@ def one_sentence(main: Callable[[DictConfig], None], *, launched: bool = False) 
                     f"{sys.argv[0]} was started as one of {os.environ['WORLD_SIZE']} processes, but it runs as one; "
                     f"start it with `python -m`, and only scripts.train with `accelerate launch`."
                 )
-            for name, kind in (("seed", int), ("run_dir", str), ("head_dir", str)):
-                check_value(name, cfg[name], kind)
+            check_value("seed", cfg.seed, int)
+            for name in ("run_dir", "head_dir", "traffic_dir", "features_dir"):
+                check_value(name, cfg[name], str)
+            check_value("collect.taps", plain(cfg.collect)["taps"], list[int])
             main(cfg)
         except UserError as error:
             sys.exit(_fail(str(error)))
@@ -146,6 +148,18 @@ def build_head(cfg: DictConfig, target: FrozenTarget, vocab: DraftVocabulary) ->
     if cfg.head.from_target:
         head.initialise(target)
     head.attach(target.weights)
+    return head
+
+
+def servable_head(cfg: DictConfig) -> DraftHead:
+    """The trained head, attached to its target where the server's folder holds weights of the target too."""
+    from heads.checkpoint import class_path, load_head
+    from heads.export.vllm import layout_of
+
+    head = load_head(cfg.head_dir)
+    if layout_of(class_path(head)).lends:
+        head = load_head(cfg.head_dir, target=(target := load_target(cfg)))
+        head.attach(target.weights)
     return head
 
 

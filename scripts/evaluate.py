@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from eval.decode import Proposer, Request
     from heads.target import FrozenTarget
 
+HEAD_FACTS = ("name", "sha256", "parameters", "steps", "seconds", "tokens", "draft_vocabulary")  # in the report
+
 
 def run(cfg: DictConfig) -> None:
     """Write runs/<name>/report; parts of an evaluation that are already there are not repeated."""
@@ -39,10 +41,9 @@ def run(cfg: DictConfig) -> None:
     head_facts = read_manifest(head_dir, "head")
     name = head_facts["name"]
     plan = build(cfg, "eval", seed=cfg.seed)
-    drafter = name if plan.tree is None else f"{name}_tree"
-    print(f"evaluate  {drafter} of {head_dir} on the held-out requests", flush=True)
+    print(f"evaluate  {name} of {head_dir} on the held-out requests", flush=True)
     requests = held_out_requests(cfg)
-    traffic = read_manifest(Path(cfg.run_dir) / "traffic", "traffic")
+    traffic = read_manifest(cfg.traffic_dir, "traffic")
     with Steps() as steps:
         suite = Suite(
             requests=requests,
@@ -56,17 +57,17 @@ def run(cfg: DictConfig) -> None:
             },
             load_target=lambda dtype: load_target(cfg, dtype),
             make_proposers=lambda target: {
-                **proposers(drafter, head_dir, target, plan.tree),
+                **proposers(name, head_dir, target, plan.tree),
                 **build_rivals(cfg, target, requests),
             },
             announce=steps.begin,
             progress=steps.advance,
         )
-        runs = suite.run([drafter, *map(str, cfg.rivals)])
+        runs = suite.run([name, *map(str, cfg.rivals)])
     report = build_report(
         runs=runs,
         target={"path": cfg.target.path, **head_facts["target"]},
-        head={key: head_facts[key] for key in ("name", "sha256", "parameters", "steps", "draft_vocabulary")},
+        head={key: head_facts.get(key) for key in HEAD_FACTS},
         traffic={"name": traffic["reader"]["reader"], "held_out": True, "fingerprints": traffic["fingerprints"]},
         provenance=provenance(plain(cfg)),
     )
@@ -86,7 +87,7 @@ def held_out_requests(cfg: DictConfig) -> list[Request]:
     from heads.target import load_tokenizer, render
     from training.traffic import load_traffic
 
-    held_out = load_traffic(Path(cfg.run_dir) / "traffic").held_out
+    held_out = load_traffic(cfg.traffic_dir).held_out
     tokenizer = load_tokenizer(
         cfg.target.path, gguf_file=cfg.target.gguf_file, trust_remote_code=cfg.target.trust_remote_code
     )
@@ -108,7 +109,7 @@ def some_requests(cfg: DictConfig, count: int, setting: str, *, least: int = 1) 
     there = held_out_requests(cfg)
     if not least <= count <= len(there):
         raise UserError(
-            f"{setting}={count} must be between {least} and the {len(there)} held-out prompts of {cfg.run_dir}; "
+            f"{setting}={count} must be between {least} and the {len(there)} held-out prompts of {cfg.traffic_dir}; "
             f"set it so, or collect more traffic."
         )
     return [there[index * len(there) // count] for index in range(count)]
@@ -117,7 +118,8 @@ def some_requests(cfg: DictConfig, count: int, setting: str, *, least: int = 1) 
 def proposers(
     name: str, head_dir: Path, target: FrozenTarget, tree: Mapping[str, int] | None = None
 ) -> Mapping[str, Proposer]:
-    """The head by its name, ready for this target; with a tree instead of a chain if one is given."""
+    """The head by its name, ready for this target, and beside it the head drafting a tree if one is given."""
+    from eval.suite import tree_name
     from heads.checkpoint import load_head
     from heads.packed import pack_linears
     from heads.tree_draft import TreeDrafter, dynamic_tree
@@ -125,7 +127,8 @@ def proposers(
     head: Any = load_head(head_dir, target=target).to(device=target.device, dtype=target.dtype)
     head.attach(target.weights)
     pack_linears(head)
-    return {name: head if tree is None else TreeDrafter(head, dynamic_tree(tree, "eval.tree"))}
+    chain = {name: head}
+    return chain if tree is None else chain | {tree_name(name): TreeDrafter(head, dynamic_tree(tree, "eval.tree"))}
 
 
 @script()

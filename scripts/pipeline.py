@@ -1,36 +1,51 @@
 """Traffic to a head in one command: collect, train, evaluate, export. A finished stage is used as it is.
 
 python -m scripts.pipeline experiment=demo
+python -m scripts.pipeline --multirun experiment=compare head=medusa,hydra_mlp,eagle,eagle3,mtp
 python -m scripts.pipeline name=mine target=custom target.path=my/model traffic=jsonl traffic.path=prompts.jsonl
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from scripts import collect, evaluate, export, train
+from scripts import collect, compare, evaluate, export, train
 from scripts.common import script
-from scripts.settings import check_all
+from scripts.settings import check_all, check_value, plain
 
-STAGES = (
-    ("1/4 the target answers the prompts", collect.run),
-    ("2/4 the head learns from its states", train.run),
-    ("3/4 the exact decoder measures the head", evaluate.run),
-    ("4/4 the head becomes a folder that a server loads", export.run),
-)
+STAGES = {
+    "collect": ("the target answers the prompts", collect.run),
+    "train": ("the head learns from its states", train.run),
+    "evaluate": ("the exact decoder measures the head", evaluate.run),
+    "export": ("the head becomes a folder that a server loads", export.run),
+    "compare": ("the head beside all that were measured so far", compare.beside),
+}
 
 
 def run(cfg: DictConfig) -> None:
-    """All stages, one after another."""
+    """All stages of the config, one after another."""
     started = time.monotonic()
-    print(f"Draftsmith: {cfg.name}, four stages, each resumable; artifacts go to {cfg.run_dir}", flush=True)
+    stages = plain(cfg)["stages"]
+    print(f"Draftsmith: {cfg.name}, {len(stages)} stages, each resumable; artifacts go to {cfg.run_dir}", flush=True)
+    check_stages(stages)
     check_all(cfg)
-    for title, stage in STAGES:
-        print(f"\n[{(time.monotonic() - started) / 60:4.1f} min] {title}", flush=True)
+    for place, name in enumerate(stages, start=1):
+        title, stage = STAGES[name]
+        print(f"\n[{(time.monotonic() - started) / 60:4.1f} min] {place}/{len(stages)} {title}", flush=True)
         stage(cfg)
     print(f"\n[{(time.monotonic() - started) / 60:4.1f} min] done", flush=True)
+
+
+def check_stages(stages: Sequence[str]) -> None:
+    """Raises UserError when a stage is unknown."""
+    from heads.artifact import UserError
+
+    check_value("stages", stages, list[str])
+    if unknown := [name for name in stages if name not in STAGES]:
+        raise UserError(f"stages={list(stages)} names {unknown[0]!r}; choose among {', '.join(STAGES)}.")
 
 
 @script()

@@ -11,13 +11,13 @@ server's acceptance length must lie inside our interval. A copy of the export th
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from scripts.common import load_target, script
+from scripts.common import load_target, script, servable_head
 from scripts.settings import check_value, plain
 
 if TYPE_CHECKING:
@@ -35,11 +35,10 @@ _SETTINGS = {
 
 def run(cfg: DictConfig) -> bool:
     """Whether the server does what we measured; everything found is kept in runs/<name>/serve_check."""
-    from eval.damage import damage
+    from eval.damage import CONTROLS, damage
     from eval.server import check_interpreter
     from eval.server_check import check, to_lines
     from heads.artifact import write_manifest
-    from heads.checkpoint import load_head
     from heads.export.vllm import check_export
     from scripts.evaluate import some_requests
 
@@ -47,19 +46,20 @@ def run(cfg: DictConfig) -> bool:
     for name, hint in _SETTINGS.items():
         check_value(name, values[name], hint)
     folder, export = Path(cfg.run_dir) / "serve_check", Path(cfg.run_dir) / "export"
-    manifest = check_export(export, head=load_head(cfg.head_dir))
+    manifest = check_export(export, head=servable_head(cfg))
     check_interpreter(cfg.serve_python)
     requests = some_requests(cfg, cfg.requests, "requests", least=LEAST)
     print(f"serve     {export} in vLLM: {len(requests)} held-out prompts, γ = {cfg.gamma}", flush=True)
     drafts = {"head": damage(export, cfg.damage, folder / "damaged") if cfg.damage else export}
     if cfg.control and not cfg.damage:
-        drafts["control"] = damage(export, cfg.control, folder / "control")
+        kind = CONTROLS[manifest["method"]] if cfg.control == "auto" else cfg.control
+        drafts["control"] = damage(export, kind, folder / "control")
     found: dict[str, dict[str, Any]] = {}
     good = True
     for dtype in cfg.dtypes:
         ours, limits = our_traces(cfg, dtype, requests, manifest["dtype"])
         options = {"gamma": cfg.gamma, "folder": folder, "say": lambda text: print(f"{'':10}{text}", flush=True)}
-        comparisons = check(server(cfg, dtype), drafts, requests, ours, limits, **options)
+        comparisons = check(server(cfg, dtype, manifest), drafts, requests, ours, limits, **options)
         for name, comparison in comparisons.items():
             print("\n".join([f"{dtype}, {name}:", *(f"{'':10}{line}" for line in to_lines(comparison))]), flush=True)
             good &= bool(comparison.complaints) == (name == "control")
@@ -88,7 +88,7 @@ def our_traces(
     return decode(target, requests, head, settings), Limits(cfg.max_new_tokens, target.eos_token_ids)
 
 
-def server(cfg: DictConfig, dtype: str) -> Server:
+def server(cfg: DictConfig, dtype: str, manifest: Mapping[str, Any]) -> Server:
     """vLLM over the target of the config, which must be a folder that vLLM can load too."""
     from eval.server import Server
     from heads.artifact import UserError
@@ -99,7 +99,8 @@ def server(cfg: DictConfig, dtype: str) -> Server:
             f"The target {target} is a GGUF file or has an adapter, which is not served here; save it as one folder."
         )
     path = str(Path(target).resolve()) if Path(target).is_dir() else target
-    return Server(cfg.serve_python, path, dtype, batch=cfg.batch, timeout=cfg.timeout)
+    told = {"method": manifest["method"], "overrides": manifest["target_overrides"]}
+    return Server(cfg.serve_python, path, dtype, **told, batch=cfg.batch, timeout=cfg.timeout)
 
 
 @script("serve_check")

@@ -30,23 +30,19 @@ def run(cfg: DictConfig) -> None:
     from training.loop import open_accelerator, train
     from training.store import FeatureStore
 
-    folder, main = Path(cfg.run_dir), int(os.environ.get("RANK", "0")) == 0
+    features, folder, main = Path(cfg.features_dir), Path(cfg.run_dir), int(os.environ.get("RANK", "0")) == 0
     say = print if main else (lambda *text, **options: None)
-    say(f"train     {cfg.head._target_.rpartition('.')[2]} on {folder / 'features'}", flush=True)
-    store = FeatureStore.open(folder / "features")
+    say(f"train     {cfg.head._target_.rpartition('.')[2]} on {features}", flush=True)
+    store = FeatureStore.open(features)
     target = load_target(cfg)
     if store.manifest["target"] != target.fingerprint:
         raise UserError(
-            f"{folder / 'features'} was collected from the target {store.manifest['target']['name']}, not from "
+            f"{features} was collected from the target {store.manifest['target']['name']}, not from "
             f"{cfg.target.path}; collect again under another name=."
         )
     vocab = choose_vocab(cfg, store, target)
     head = build_head(cfg, target, vocab)
-    if tuple(store.manifest["needs"]["taps"]) != head.needs.taps:
-        raise UserError(
-            f"{folder / 'features'} holds the taps {store.manifest['needs']['taps']} but the head wants "
-            f"{list(head.needs.taps)}; set head.taps= to the former or collect again under another name=."
-        )
+    store = store.select(head.needs)
     settings = train_settings(cfg)
     head.to(open_accelerator(settings).device)
     parameters = sum(parameter.numel() for parameter in head.parameters())
@@ -68,6 +64,7 @@ def run(cfg: DictConfig) -> None:
         numbers: dict[str, Any] = {
             "steps": result.steps,
             "epochs": result.epochs,
+            "tokens": result.tokens,
             "loss": result.loss,
             "seconds": round(result.seconds, 1),
             "tokens_per_second": round(result.tokens_per_second, 1),

@@ -29,7 +29,7 @@ from training.step import GradientStep
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 25
+COUNT = 26
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -286,12 +286,15 @@ HEAD = {
     "depth": ["head.depth=2"],
     "decay": ["head.decay=0.5"],
     "loss": ["head.loss=tv"],
+    "eta": ["head.loss=lk_lambda", "head.eta=1"],
     "norm_before_residual": ["head.norm_before_residual=true"],
     "fc_norm": ["head.fc_norm=true"],
     "norm_output": ["head.norm_output=true"],
+    "qk_norm": ["head.qk_norm=true"],
     "draft_vocab_size": ["head.draft_vocab_size=32"],
     "from_target": ["head.from_target=false"],
 }
+HEAD_BASE = {"eta": ["head.loss=lk_lambda"]}
 
 
 @pytest.fixture(scope="module")
@@ -309,8 +312,9 @@ def test_head(small: e2e.Place, target: FrozenTarget, setting: str) -> None:
         vocab = DraftVocabulary.choose(torch.ones(target.vocab_size), cfg.head.draft_vocab_size)
         return build_head(cfg, target, vocab).loss(features_of(target, documents, taps)).loss.item()
 
-    first = loss(e2e.config(*overrides(small)))
-    assert loss(e2e.config(*overrides(small))) == first
+    base = HEAD_BASE.get(setting, [])
+    first = loss(e2e.config(*overrides(small, *base)))
+    assert loss(e2e.config(*overrides(small, *base))) == first
     assert loss(e2e.config(*overrides(small, *HEAD[setting]))) != first
 
 

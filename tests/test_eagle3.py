@@ -6,38 +6,26 @@ import pytest
 import torch
 
 from heads.artifact import UserError
-from heads.base import Committed, TargetWeights
+from heads.base import TargetWeights
 from heads.eagle3 import Eagle3Head, default_taps
 from heads.layers import BlockSizes
-from heads.losses import TargetRows, reference_loss, unrolled_loss
+from heads.losses import Objective, Projection, TargetRows, reference_loss, unrolled_loss
 from heads.pairs import supervised_pairs
 from heads.vocab import DraftVocabulary
+from tests.recurrent_cases import check_causal, check_packed_is_alone, check_trained_is_served, documents, randomised
 from tests.tiny import features_of, load_tiny
 
 TAPS = (1, 4, 6)
 FLAGS = [{}, {"norm_before_residual": True}, {"fc_norm": True, "norm_output": True}]
 
 
-def make_head(target, *, draft_size: int = 40, depth: int = 3, **flags) -> Eagle3Head:
+def make_head(target, *, draft_size: int = 40, depth: int = 3, taps: tuple[int, ...] = TAPS, **flags) -> Eagle3Head:
     torch.manual_seed(1)
     vocab = DraftVocabulary.choose(torch.arange(target.vocab_size, 0, -1), draft_size)
     head = Eagle3Head(
-        sizes=BlockSizes.of(target.config, target.vocab_size), vocab=vocab, taps=TAPS, depth=depth, **flags
-    ).to(target.dtype)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1))
-    head.attach(target.weights)
-    return head
-
-
-def documents(seed: int = 3) -> list[tuple[list[int], list[bool]]]:
-    generator = torch.Generator().manual_seed(seed)
-    result = []
-    for prompt, answer in ((5, 9), (3, 6), (7, 4)):
-        ids = torch.randint(8, 48, (prompt + answer,), generator=generator).tolist()
-        result.append((ids, [False] * prompt + [True] * answer))
-    return result
+        sizes=BlockSizes.of(target.config, target.vocab_size), vocab=vocab, taps=taps, depth=depth, **flags
+    )
+    return randomised(head, target)
 
 
 def test_two_turn_pairs_are_exactly_those_a_decoder_reaches() -> None:
@@ -57,53 +45,42 @@ def test_pairs_do_not_cross_documents() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
 @pytest.mark.parametrize("flags", FLAGS, ids=["plain", "norm_before_residual", "v3.1"])
 def test_trained_graph_is_served_graph(tmp_path, family: str, flags: dict) -> None:
-    """Pass k of the unrolled training equals draft step k of the decoder that is fed the same tokens."""
     target = load_tiny(tmp_path, family)
     head = make_head(target, **flags)
+    check_trained_is_served(head, features_of(target, documents(), TAPS), head.depth)
+
+
+@pytest.mark.parametrize("flags", [{}, FLAGS[2]], ids=["plain", "v3.1"])
+def test_norms_on_queries_and_keys_are_served_as_trained(tmp_path, flags: dict) -> None:
+    target = load_tiny(tmp_path, "qwen3")
+    head, bare = make_head(target, qk_norm=True, **flags), make_head(target, **flags)
     features = features_of(target, documents(), TAPS)
-    starts, valid = supervised_pairs(features.supervised_T, features.lengths, head.depth)
-    trained = head.lm_head(head.unroll(features, starts, head.depth))
-    offsets = [0, *torch.tensor(features.lengths).cumsum(0).tolist()]
-    for n, start in enumerate(starts.tolist()):
-        first = max(offset for offset in offsets if offset <= start)
-        depth = int(valid[:, n].sum())
-        served = []
+    check_trained_is_served(head, features, head.depth)
+    norms = {f"layer.self_attn.{part}_norm.weight": (8,) for part in "qk"}
+    shapes = {name: tuple(weight.shape) for name, weight in head.named_parameters()}
+    assert shapes == norms | {name: tuple(weight.shape) for name, weight in bare.named_parameters()}
+    # They are used: without them the same weights say something else.
+    bare.load_state_dict({name: weight for name, weight in head.state_dict().items() if name not in norms})
+    starts, _ = supervised_pairs(features.supervised_T, features.lengths, 1)
+    assert not torch.allclose(head.unroll(features, starts, 1), bare.unroll(features, starts, 1))
 
-        def forced(logits, start=start, served=served, **_):
-            served.append(logits[0])
-            following = features.ids_T[start + 1 + len(served)]
-            return (head.vocab.ids_W == following).nonzero()[:, 0][:1] if following < 40 else torch.zeros(
-                1
-            ).long(), None
 
-        state = head.start([[0]])
-        slots = slice(first, start + 1)
-        head.commit(
-            state,
-            Committed(
-                features.ids_T[first + 1 : start + 2][None],
-                features.taps_TE[slots][None],
-                features.last_TD[slots][None],
-                torch.tensor([start + 1 - first]),
-            ),
-        )
-        head.propose(state, depth, forced)
-        for k in range(depth):
-            if k and int(features.ids_T[start + 1 + k]) >= 40:
-                break  # outside the draft vocabulary: the decoder could not have drafted it
-            torch.testing.assert_close(served[k], trained[k, n], rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize("taps", [(0, 2, 5, 7), (0, 1, 3, 5, 6)], ids=str)
+@pytest.mark.parametrize("flags", [{}, FLAGS[2]], ids=["plain", "v3.1"])
+def test_four_and_five_taps_train_and_draft(tmp_path, taps: tuple[int, ...], flags: dict) -> None:
+    target = load_tiny(tmp_path)
+    head = make_head(target, taps=taps, **flags)
+    features = features_of(target, documents(), taps)
+    check_trained_is_served(head, features, head.depth)
+    head(features).loss.backward()
+    assert head.fc.weight.shape == (32, 32 * len(taps))
+    for part in head.fc.weight.grad.chunk(len(taps), dim=1):
+        assert part.abs().max() > 0, "a tap that is not learnt from"
 
 
 def test_packed_equals_each_document_alone(tmp_path) -> None:
     target = load_tiny(tmp_path)
-    head = make_head(target)
-    together = head(features_of(target, documents(), TAPS))
-    alone = [head(features_of(target, [document], TAPS)) for document in documents()]
-    torch.testing.assert_close(together.loss, sum(sums.loss for sums in alone))
-    assert together.count == sum(sums.count for sums in alone)
-    for name, (total, count) in together.metrics.items():
-        torch.testing.assert_close(total, sum(sums.metrics[name][0] for sums in alone))
-        torch.testing.assert_close(count, sum(sums.metrics[name][1] for sums in alone))
+    check_packed_is_alone(make_head(target), target)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -123,7 +100,7 @@ def test_loss_equals_reference_in_value_and_gradient(tmp_path, monkeypatch, kind
     p_TW = torch.softmax(target.logits(features.last_TD), -1)[:, head.vocab.ids_W]
     total = torch.zeros((), dtype=torch.float64)
     for k, n in valid.nonzero().tolist():
-        total = total + head.decay**k * reference_loss(kind, logits[k, n][None], p_TW[starts[n] + 1 + k][None])[0]
+        total = total + 0.8**k * reference_loss(kind, logits[k, n][None], p_TW[starts[n] + 1 + k][None], None)[0]
     torch.testing.assert_close(sums.loss, total)
     for a, b in zip(ours, torch.autograd.grad(total, parameters), strict=True):
         torch.testing.assert_close(a, b)
@@ -145,7 +122,7 @@ def test_mass_outside_the_draft_vocabulary_is_lost() -> None:
     lse = last.logsumexp(-1)
     target = TargetRows(last, TargetWeights(rows, rows), lse, torch.tensor([-1]))
     hidden, weight = torch.zeros(1, 1, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64)
-    sums = unrolled_loss(hidden, weight, target, torch.ones(1, 1, dtype=torch.bool), torch.ones(1), "tv")
+    sums = unrolled_loss(hidden, Projection(weight), target, torch.ones(1, 1, dtype=torch.bool), Objective("tv"))
     inside = 2 / (2 + torch.e**2)
     assert sums.overlap_KN.item() == pytest.approx(inside)
     assert not sums.match_KN.item()
@@ -162,18 +139,35 @@ def test_nothing_to_predict_gives_zero_with_gradient(tmp_path) -> None:
 def test_later_tokens_do_not_move_earlier_outputs(tmp_path) -> None:
     target = load_tiny(tmp_path)
     head = make_head(target)
-    features = features_of(target, documents()[:1], TAPS)
-    starts, _ = supervised_pairs(features.supervised_T, features.lengths, head.depth)
-    before = head.unroll(features, starts, head.depth)
-    for position in range(1, 14):
-        ids = features.ids_T.clone()
-        ids[position] = 90
-        taps = features.taps_TE.clone()
-        taps[position:] += 1
-        changed = type(features)(ids, features.supervised_T, features.lengths, taps, features.last_TD, features.lse_T)
-        moved = (head.unroll(changed, starts, head.depth) - before).abs().amax(-1) > 1e-12
-        for k, n in moved.nonzero().tolist():
-            assert position <= starts[n] + 1 + k, f"pass {k} of slot {int(starts[n])} saw position {position}"
+    check_causal(head, target, head.depth)
+
+
+@pytest.mark.parametrize(("family", "qk_norm"), [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)])
+def test_queries_and_keys_are_copied_where_they_are_on_the_same_scale(tmp_path, family: str, qk_norm: bool) -> None:
+    target = load_tiny(tmp_path, family)
+    donor = target.model.base_model.layers[-1]
+    with torch.no_grad():
+        for weight in donor.parameters():
+            if weight.ndim == 1:
+                weight.copy_(torch.rand_like(weight) + 0.5)
+    head = make_head(target, qk_norm=qk_norm)
+    head.initialise(target)
+    own = head.layer.self_attn
+    same = qk_norm == (family == "qwen3")
+    for part in "qk":
+        weight = own.get_parameter(f"{part}_proj.weight")[:, 32:]
+        assert torch.equal(weight, donor.self_attn.get_parameter(f"{part}_proj.weight")) == same
+        if qk_norm and same:
+            gains = [layer.get_parameter(f"{part}_norm.weight") for layer in (own, donor.self_attn)]
+            torch.testing.assert_close(*gains, rtol=1e-5, atol=0)  # transformers norms in fp32, with an epsilon
+    for name in ("self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
+        weight = head.layer.get_parameter(f"{name}.weight")
+        assert torch.equal(
+            weight[:, -donor.get_parameter(f"{name}.weight").shape[1] :], donor.get_parameter(f"{name}.weight")
+        )
+    torch.testing.assert_close(
+        head.layer.post_attention_layernorm.weight, donor.post_attention_layernorm.weight, rtol=1e-5, atol=0
+    )
 
 
 def test_shallow_target_and_bad_arguments_are_refused(tmp_path) -> None:

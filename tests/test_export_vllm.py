@@ -16,11 +16,11 @@ from eval.report import Run, build_report
 from eval.report_table import to_markdown
 from eval.trace import RequestTrace
 from heads.artifact import UserError, read_manifest, sha256_file
-from heads.checkpoint import fill
 from heads.eagle3 import Eagle3Head
 from heads.export.card import Evidence
-from heads.export.vllm import check_export, export_vllm, import_vllm, to_vllm
+from heads.export.vllm import check_export, export_vllm, import_vllm, layout_of, to_vllm
 from heads.vocab import DraftVocabulary
+from tests.servable import SERVABLE, servable
 from tests.simulated_traces import iid_rounds, trace_of
 from tests.test_head_checkpoint import FINGERPRINT, FLAGS, tiny_head
 
@@ -95,6 +95,33 @@ def test_the_flags_and_a_fourth_tap_reach_the_configuration() -> None:
     assert [name for name in tensors if name.startswith("fc_norm")] == [f"fc_norm.{i}.weight" for i in range(4)]
 
 
+def test_five_taps_come_back_too(tmp_path) -> None:
+    head = tiny_head(taps=[0, 1, 3, 5, 7], fc_norm=True)
+    folder = exported(tmp_path / "export", head, dtype="float32")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3, 5, 7] and config["num_aux_hidden_states"] == 5
+    assert list(tensors["fc.weight"].shape) == [32, 5 * 32] and "fc_norm.4.weight" in tensors
+    assert import_vllm(folder).arguments == head.arguments
+
+
+def test_norms_on_queries_and_keys_make_it_a_qwen3_block(tmp_path) -> None:
+    plain, head = tiny_head(), tiny_head(qk_norm=True)
+    (bare, without), (config, tensors) = to_vllm(plain, "float32"), to_vllm(head, "float32")
+    assert {**config, "architectures": 0, "model_type": 0} == {**bare, "architectures": 0, "model_type": 0}
+    assert config["architectures"] == ["Eagle3Qwen3ForCausalLM"] and config["model_type"] == "qwen3"
+    norms = {f"layers.0.self_attn.{part}_norm.weight": (8,) for part in "qk"}
+    assert {name: tuple(tensors[name].shape) for name in tensors.keys() - without.keys()} == norms
+    for part in "qk":
+        ours = head.layer.self_attn.get_parameter(f"{part}_norm.weight")
+        assert torch.equal(tensors[f"layers.0.self_attn.{part}_norm.weight"], ours)
+    # A block that says it is one and lacks them would be loaded with norms of one.
+    folder = exported(tmp_path / "export", head)
+    path = folder / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if "k_norm" not in name}, path)
+    with pytest.raises(UserError, match="k_norm.weight is missing"):
+        import_vllm(folder)
+
+
 def test_a_full_vocabulary_needs_no_mapping() -> None:
     config, tensors = to_vllm(tiny_head(draft_size=96), "float32")
     assert config["draft_vocab_size"] == config["vocab_size"] and not {"d2t", "t2d"} & set(tensors)
@@ -105,11 +132,9 @@ def test_a_full_vocabulary_needs_no_mapping() -> None:
 def test_there_and_back_and_there_is_byte_identical(tmp_path, arguments, dtype) -> None:
     head = tiny_head(**arguments)
     folder = exported(tmp_path / "a", head, dtype=dtype)
-    imported, vocab, state = import_vllm(folder)
-    assert imported == head.arguments
-    assert torch.equal(vocab.ids_W, head.vocab.ids_W) and vocab.size == head.vocab.size
-    again = Eagle3Head(vocab=vocab, **imported)
-    fill(again, state, source="import")
+    again = import_vllm(folder)
+    assert type(again) is Eagle3Head and again.arguments == head.arguments
+    assert torch.equal(again.vocab.ids_W, head.vocab.ids_W) and again.vocab.size == head.vocab.size
     for name, tensor in head.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor.to(getattr(torch, dtype)))
     second = exported(tmp_path / "b", again, dtype=dtype)
@@ -126,8 +151,7 @@ def test_a_foreign_folder_comes_in_too(tmp_path) -> None:
     save_file(renamed, path)
     with pytest.raises(UserError, match="pass num_target_layers"):
         import_vllm(folder)
-    arguments, vocab, state = import_vllm(folder, num_target_layers=8)
-    fill(Eagle3Head(vocab=vocab, **arguments), state, source="import")
+    assert torch.equal(import_vllm(folder, num_target_layers=8).fc.weight, tiny_head().fc.weight.bfloat16())
 
 
 def test_the_manifest_tells_what_it_was_made_for(tmp_path) -> None:
@@ -285,7 +309,7 @@ def test_a_folder_that_does_not_add_up_is_not_imported(tmp_path, change, sentenc
     [
         ("config.json", None, "holds no config.json"),
         ("config.json", "{", "is not valid JSON"),
-        ("config.json", '{"architectures": ["LlamaForCausalLM"]}', "is of the architecture"),
+        ("config.json", '{"architectures": ["LlamaForCausalLM"]}', "of the architecture"),
         ("config.json", '{"architectures": ["LlamaForCausalLMEagle3"]}', "lacks hidden_size"),
         ("model.safetensors", None, "model.safetensors does not exist"),
         ("model.safetensors", "short", "is not a whole safetensors file"),
@@ -298,3 +322,96 @@ def test_a_bad_folder_is_one_sentence(tmp_path, name, text, sentence) -> None:
         (folder / name).write_text(text)
     with pytest.raises(UserError, match=sentence):
         import_vllm(folder)
+
+
+@pytest.mark.parametrize("kind", SERVABLE)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_kind_goes_there_and_back_and_there(tmp_path, kind, dtype) -> None:
+    head = servable(kind)
+    manifest = export_vllm(
+        head, tmp_path / "a", target_fingerprint=FINGERPRINT, target_path="some/target", dtype=dtype
+    )
+    again = import_vllm(tmp_path / "a")
+    assert type(again) is type(head) and again.arguments == head.arguments and again.vocab.full
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.to(getattr(torch, dtype)))
+    again.attach(head.target)
+    export_vllm(again, tmp_path / "b", target_fingerprint=FINGERPRINT, target_path="some/target", dtype=dtype)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert check_export(tmp_path / "a", head=head)["method"] == manifest["method"]
+
+
+# As the server's own classes name them, for a block of one residual layer and two heads of attention.
+LLAMA = [f"self_attn.{name}_proj.weight" for name in "qkvo"] + [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+WANTED = {
+    "eagle": ["fc.weight", *(f"layers.0.{name}" for name in [*LLAMA, "post_attention_layernorm.weight"])],
+    "medusa": ["lm_head.weight", *(f"blocks.{i}.layers.0.{part}" for i in range(4) for part in ("weight", "bias"))],
+    "medusa-own": [
+        *(f"lm_heads.{i}.weight" for i in range(4)),
+        *(f"blocks.{i}.layers.{j}.{part}" for i in range(4) for j in range(2) for part in ("weight", "bias")),
+    ],
+    "mtp": [
+        *(f"model.mtp_{name}.0.weight" for name in ("emb_norm", "hidden_norm", "linear_proj")),
+        *(f"model.mtp_block.0.{name}" for name in LLAMA),
+        *(f"model.mtp_block.0.{name}_layernorm.weight" for name in ("input", "post_attention")),
+    ],
+    "mtp-mimo": [
+        *(f"model.mtp_layers.0.{name}" for name in [*LLAMA, "input_proj.weight"]),
+        *(f"model.mtp_layers.0.self_attn.{name}_proj.bias" for name in "qkv"),
+        *(
+            f"model.mtp_layers.0.{name}_layernorm.weight"
+            for name in ("token", "hidden", "input", "post_attention", "final")
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", WANTED)
+def test_the_server_finds_its_names(kind) -> None:
+    assert sorted(to_vllm(servable(kind), "float32")[1]) == sorted(WANTED[kind])
+
+
+def test_what_each_kind_must_say() -> None:
+    """Settings that the server reads in silence, and the order of what an MTP module joins."""
+    settings, tensors = to_vllm(servable("medusa"), "float32")
+    assert settings["medusa_fc_bias"] is settings["original_lm_head"] is True
+    assert [key for key in settings if "num" in key and ("heads" in key or "layers" in key)] == [
+        "num_heads",
+        "num_hidden_layers",
+    ]
+    assert torch.equal(tensors["lm_head.weight"], servable("medusa").target.lm_head_VD)
+    assert "original_lm_head" not in to_vllm(servable("medusa-own"), "float32")[0]
+    ernie, mimo = servable("mtp"), servable("mtp-mimo")
+    joined = to_vllm(ernie, "float32")[1]["model.mtp_linear_proj.0.weight"]
+    assert torch.equal(joined, ernie.state_dict()["proj.weight"])
+    first, second = to_vllm(mimo, "float32")[1]["model.mtp_layers.0.input_proj.weight"].chunk(2, 1)
+    assert torch.equal(torch.cat([second, first], 1), mimo.state_dict()["proj.weight"])
+    assert to_vllm(ernie, "float32")[0]["num_hidden_layers"] == 8 and not to_vllm(mimo, "float32")[1][
+        "model.mtp_layers.0.self_attn.q_proj.bias"
+    ].any()
+
+
+def test_an_mtp_module_needs_a_word_about_the_target(tmp_path) -> None:
+    manifest = export_vllm(servable("mtp"), tmp_path / "a", target_fingerprint=FINGERPRINT, target_path="t")
+    words = shlex.split(manifest["serve"])
+    assert words[5] == "--hf-overrides"
+    assert json.loads(words[6]) == {"num_nextn_predict_layers": 1, "target_layer_count": 8}
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "mtp"])
+def test_kinds_that_the_server_drafts_with_from_the_whole_vocabulary(kind) -> None:
+    few = DraftVocabulary(torch.arange(40), 96)
+    with pytest.raises(UserError, match=r"40 of 96 tokens; train it with head.draft_vocab_size=null"):
+        to_vllm(servable(kind, vocab=few), "float32")
+
+
+def test_a_medusa_that_the_server_would_read_otherwise_is_refused() -> None:
+    with pytest.raises(UserError, match=r"has a bias or a cap; train the head with head.projection=own"):
+        to_vllm(servable("medusa", softcap=30.0), "float32")
+    to_vllm(servable("medusa-own", softcap=30.0), "float32")
+
+
+def test_a_kind_that_no_server_loads_is_refused() -> None:
+    with pytest.raises(UserError, match=r"vLLM loads no head of the kind heads.hydra_mlp.HydraHead"):
+        layout_of("heads.hydra_mlp.HydraHead")

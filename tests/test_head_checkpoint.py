@@ -23,6 +23,7 @@ FLAGS = [
     {"norm_before_residual": True},
     {"fc_norm": True, "norm_output": True},
     {"taps": [1, 2, 4, 6], "loss": "tv"},
+    {"qk_norm": True},
 ]
 
 
@@ -64,6 +65,7 @@ def test_a_head_comes_back_bit_for_bit(tmp_path, arguments, dtype) -> None:
     head = tiny_head(dtype, **arguments)
     facts = save_head(head, tmp_path, target_fingerprint=FINGERPRINT)
     again = load_head(tmp_path)
+    assert head.training and not any(module.training for module in again.modules()), "what is loaded drafts"
     assert type(again) is Eagle3Head and again.arguments == head.arguments and again.needs == head.needs
     state = again.state_dict()
     assert list(state) == list(head.state_dict())

@@ -178,8 +178,10 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_weights(tmp_path: Path) -> None:
 
 
 def test_on_eval_is_called_in_eval_mode_and_changes_nothing(tmp_path: Path) -> None:
-    head, plain = toy_head(), toy_head()
+    head, plain = toy_head().eval(), toy_head()  # in eval mode, as heads are loaded
     calls: list[tuple[int, bool, bool]] = []
+    modes: set[bool] = set()
+    head.mix.register_forward_pre_hook(lambda module, _: modes.add(module.training))
 
     def on_eval(step: int) -> dict[str, float]:
         torch.rand(3)
@@ -188,7 +190,7 @@ def test_on_eval_is_called_in_eval_mode_and_changes_nothing(tmp_path: Path) -> N
 
     toy_train(tmp_path / "a", head, epochs=1, eval_every=3, on_eval=on_eval)
     toy_train(tmp_path / "b", plain, epochs=1)
-    assert calls == [(3, False, False), (6, False, False)] and head.training
+    assert calls == [(3, False, False), (6, False, False)] and modes == {True} and head.training
     assert [line["step"] for line in metrics_of(tmp_path / "a") if "eval/alpha" in line] == [3, 6]
     assert torch.equal(head.mix.weight, plain.mix.weight)
 

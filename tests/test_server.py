@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from eval.acceptance import VllmCounters, vllm_counters
-from eval.damage import DAMAGE, damage
+from eval.damage import CONTROLS, DAMAGE, damage
 from eval.decode import DecodeSettings, Request, decode
 from eval.server import DRIVER, Limits, Server, ask, check_interpreter, read_answer, to_trace
 from eval.server_check import acceptance_length, check, compare, to_lines
@@ -26,6 +26,7 @@ from eval.trace import RequestTrace, Round, parse_traces
 from heads.artifact import UserError
 from heads.export.vllm import export_vllm
 from tests.simulated_traces import trace_of
+from tests.servable import SERVABLE, servable
 from tests.test_head_checkpoint import FINGERPRINT, tiny_head
 from tests.tiny import load_tiny
 
@@ -309,7 +310,8 @@ def test_check_starts_the_server_once_for_each_draft(tmp_path, serve) -> None:
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damage_changes_one_thing(tmp_path, kind) -> None:
     export = tmp_path / "export"
-    export_vllm(tiny_head(), export, target_fingerprint=FINGERPRINT, target_path="t", dtype="float32")
+    head = {"halves": servable("eagle"), "bias": servable("medusa")}.get(kind, tiny_head())
+    export_vllm(head, export, target_fingerprint=FINGERPRINT, target_path="t", dtype="float32")
     before = (export / "model.safetensors").read_bytes()
     broken = damage(export, kind, tmp_path / "broken")
     assert (export / "model.safetensors").read_bytes() == before
@@ -323,14 +325,27 @@ def test_a_damage_changes_one_thing(tmp_path, kind) -> None:
         "mapping": "d2t",
         "flag": "norm_before_residual",
         "rope": "rope_parameters",
+        "halves": "fc.weight",
+        "bias": "medusa_fc_bias",
     }
     assert changed == [expected[kind]]
     damage(export, kind, tmp_path / "broken")
 
 
-def test_an_unknown_damage_is_refused(tmp_path) -> None:
+def test_a_damage_that_is_unknown_or_of_another_kind_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="damage=none is unknown; choose one of taps"):
         damage(tmp_path, "none", tmp_path / "broken")
+    export_vllm(tiny_head(), tmp_path / "export", target_fingerprint=FINGERPRINT, target_path="t")
+    with pytest.raises(UserError, match="damage=bias is of another kind of head"):
+        damage(tmp_path / "export", "bias", tmp_path / "broken")
+
+
+@pytest.mark.parametrize("kind", SERVABLE)
+def test_every_method_has_a_control_of_its_own(tmp_path, kind) -> None:
+    export = tmp_path / "export"
+    manifest = export_vllm(servable(kind), export, target_fingerprint=FINGERPRINT, target_path="t")
+    broken = damage(export, CONTROLS[manifest["method"]], tmp_path / "broken")
+    assert any((export / n).read_bytes() != (broken / n).read_bytes() for n in ("config.json", "model.safetensors"))
 
 
 def test_our_own_decoder_counts_beyond_the_cut(tmp_path) -> None:
@@ -347,4 +362,4 @@ def test_our_own_decoder_counts_beyond_the_cut(tmp_path) -> None:
             "accepted": [r.server_accepted for r in trace.rounds],
         }
         request = next(request for request in requests if request.request_id == trace.request_id)
-        assert to_trace(request, answer, trace.seconds) == replace(trace, prompt_seconds=0.0)
+        assert to_trace(request, answer, trace.seconds) == replace(trace, prompt_seconds=0.0, draft_seconds=0.0)

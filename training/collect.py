@@ -29,7 +29,7 @@ from heads.target import FrozenTarget
 from training.progress import Progress
 from training.regenerate import Answer, Generation, answer_batch
 from training.store import check_disk, estimate_bytes
-from training.store_writer import Document, StoreWriter
+from training.store_writer import Document, StoreWriter, wider_needs
 from training.traffic import Conversation, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -59,12 +59,13 @@ def collect(
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Fill the features folder, or go on filling it, and return its manifest; a finished one is returned at
-    once.
+    once. A folder that was begun for more taps than `needs` keeps them: it serves several heads.
 
     Raises UserError when the folder belongs to other settings, target or traffic, when the disk is too small,
     and when no conversation could be used.
     """
     needs.check(target.num_layers)
+    needs = wider_needs(folder, needs)
     target.render([{"role": "user", "content": "?"}])  # without a chat template nothing can be asked
     settings = {
         "needs": {"taps": list(needs.taps), "last": needs.last},

@@ -61,6 +61,11 @@ def estimate_bytes(needs: FeatureNeeds, tokens: int, *, hidden_size: int, dtype:
     return tokens * (width * dtype.itemsize + 4 + 1 + 4)
 
 
+def stored_needs(settings: Mapping[str, Any]) -> FeatureNeeds:
+    """What a store holds, out of its manifest or of the settings it was begun with."""
+    return FeatureNeeds(tuple(settings["needs"]["taps"]), settings["needs"]["last"])
+
+
 def check_disk(folder: str | Path, needed: int) -> None:
     """Raises UserError with both figures when the disk under `folder` has less than `needed` bytes free."""
     place = Path(folder).absolute()
@@ -94,7 +99,7 @@ class FeatureStore:
         self.folder = folder
         self.manifest = manifest
         self.documents = documents
-        self.needs = FeatureNeeds(tuple(manifest["needs"]["taps"]), manifest["needs"]["last"])
+        self.needs = stored_needs(manifest)  # what `read` gives; `select` narrows it
         self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._map)
 
     @classmethod
@@ -108,14 +113,40 @@ class FeatureStore:
             documents = [DocumentRef(**json.loads(line)) for line in file]
         return cls(folder, manifest, documents)
 
+    def select(self, needs: FeatureNeeds) -> FeatureStore:
+        """The same documents with the states that one head needs, nothing else of them being read.
+
+        Raises UserError, naming what is missing, when the store was not collected for such a head.
+        """
+        there = stored_needs(self.manifest)
+        if not needs.within(there):
+            missing = sorted(set(needs.taps) - set(there.taps))
+            what = f"the taps {missing}" if missing else "the state after the final norm"
+            raise UserError(
+                f"{self.folder} lacks {what} of what the head needs (it holds the taps {list(there.taps)}); set "
+                f"head.taps= to some of these, or collect again under another name= with collect.taps={missing}."
+            )
+        selected = FeatureStore(self.folder, self.manifest, self.documents)
+        selected.needs = needs
+        return selected
+
     def read(self, ref: DocumentRef) -> TargetFeatures:
-        """One document; only its own positions are read from the disk. States that are not stored have width
-        0."""
+        """One document; only its own positions and the needed states are read from the disk. States that are not
+        needed have width 0."""
         shard, end = self._shard(ref.shard), ref.offset + ref.length
+        stored = stored_needs(self.manifest).taps
 
         def part(name: str) -> Tensor:
             values: Tensor = shard.get_slice(name)[ref.offset : end]
             return values
+
+        def taps() -> Tensor:
+            if self.needs.taps == stored:
+                return part("taps")
+            columns = shard.get_slice("taps")
+            width = columns.get_shape()[1] // len(stored)
+            first = [stored.index(tap) * width for tap in self.needs.taps]
+            return torch.cat([columns[ref.offset : end, column : column + width] for column in first], 1)
 
         lse_T = part("lse")
         none = lse_T.new_empty(ref.length, 0)
@@ -123,7 +154,7 @@ class FeatureStore:
             ids_T=part("ids").long(),
             supervised_T=part("supervised").bool(),
             lengths=(ref.length,),
-            taps_TE=part("taps") if self.needs.taps else none,
+            taps_TE=taps() if self.needs.taps else none,
             last_TD=part("last") if self.needs.last else none,
             lse_T=lse_T,
         )

@@ -28,7 +28,8 @@ from heads.artifact import (
     write_json,
     write_manifest,
 )
-from training.store import COUNTS, DOCUMENTS, DocumentRef, TokenCounts, missing_files
+from heads.base import FeatureNeeds
+from training.store import COUNTS, DOCUMENTS, DocumentRef, TokenCounts, missing_files, stored_needs
 
 SETTINGS, ANSWERS, QUARANTINE = "settings.json", "answers.jsonl", "quarantine.jsonl"
 
@@ -50,6 +51,23 @@ class Document:
     taps_TE: Tensor | None
     last_TD: Tensor | None
     lse_T: Tensor
+
+
+def wider_needs(folder: str | Path, needs: FeatureNeeds) -> FeatureNeeds:
+    """What a folder is filled with: what it was begun with where that holds all of `needs`, else `needs`.
+
+    Raises UserError when it was begun without some of the taps.
+    """
+    path = Path(folder) / SETTINGS
+    if not path.is_file():
+        return needs
+    begun = stored_needs(json.loads(path.read_text()))
+    if missing := sorted(set(needs.taps) - set(begun.taps)):
+        raise UserError(
+            f"{folder} holds features with the taps {list(begun.taps)}, but {missing} are asked for too; delete it or "
+            f"choose another name=, and set collect.taps= to the taps of all heads that are to share it."
+        )
+    return begun if needs.within(begun) else needs
 
 
 class StoreWriter:

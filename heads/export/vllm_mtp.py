@@ -1,0 +1,91 @@
+"""MTP modules as vLLM 0.32 attaches them to any dense target (method `mtp`), in two layouts that it has classes for.
+
+Without a norm at the end it is ERNIE's layout, with one MiMo's. The server builds the layer from the *target's*
+configuration, which therefore must be told that there is a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.artifact import UserError
+from heads.base import DraftHead
+from heads.export.layout import Layout, block_names, llama_settings, sizes_of
+from heads.vocab import DraftVocabulary
+
+_BIAS = "model.mtp_layers.0.self_attn.{}_proj.bias"
+_ERNIE, _MIMO = ["Ernie4_5_MoeForCausalLM"], ["MiMoForCausalLM"]
+
+
+class MTPLayout(Layout):
+    """One module, which the server applies K times."""
+
+    title, head, method = "MTP", "heads.mtp.MTPHead", "mtp"
+
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        return config.get("architectures") in (_ERNIE, _MIMO)
+
+    def names(self, arguments: Mapping[str, Any]) -> dict[str, str]:
+        if arguments["final_norm"]:
+            place = "model.mtp_layers.0."
+            parts = {"embed_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "proj": "input_proj"}
+            parts |= {"input_layernorm": "input_layernorm", "norm": "final_layernorm"}
+            own = {f"{ours}.weight": f"{place}{theirs}.weight" for ours, theirs in parts.items()}
+        else:
+            place = "model.mtp_block.0."
+            parts = {"embed_norm": "mtp_emb_norm", "hidden_norm": "mtp_hidden_norm", "proj": "mtp_linear_proj"}
+            own = {f"{ours}.weight": f"model.{theirs}.0.weight" for ours, theirs in parts.items()}
+            own["input_layernorm.weight"] = f"{place}input_layernorm.weight"
+        return {**own, **block_names("layer.", place)}
+
+    def settings(self, arguments: Mapping[str, Any], vocab: DraftVocabulary) -> dict[str, Any]:
+        sizes = arguments["sizes"]
+        if arguments["final_norm"]:
+            kind: dict[str, Any] = {"architectures": _MIMO, "model_type": "qwen2"}
+            if sizes["head_dim"] * sizes["num_attention_heads"] != sizes["hidden_size"]:
+                raise UserError(
+                    f"vLLM's MiMo layout needs heads of width D / heads, not {sizes['head_dim']}; train the head with "
+                    f"head.final_norm=false."
+                )
+        else:
+            kind = {"architectures": _ERNIE, "model_type": "ernie4_5_moe", "use_bias": False}
+        return {
+            **kind,
+            "num_hidden_layers": sizes["num_target_layers"],
+            "num_nextn_predict_layers": 1,
+            **llama_settings(arguments, self.title),
+        }
+
+    def arguments(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Any]:
+        return {"sizes": sizes_of(config, num_layers), "final_norm": config["architectures"] == _MIMO}
+
+    def turned(self, name: str, tensor: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """MiMo's projection reads the hidden state first, ours and ERNIE's the embedding."""
+        if not arguments["final_norm"] or name != "proj.weight":
+            return tensor
+        first, second = tensor.chunk(2, dim=1)
+        return torch.cat([second, first], dim=1)
+
+    def added(self, head: DraftHead) -> dict[str, Tensor]:
+        """MiMo's block has biases, which this head has not: zeros."""
+        if not head.arguments["final_norm"]:
+            return {}
+        state = head.state_dict()
+        return {_BIAS.format(name): torch.zeros(len(state[f"layer.self_attn.{name}_proj.weight"])) for name in "qkv"}
+
+    def taken(self, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> DraftVocabulary:
+        for name in (_BIAS.format(name) for name in "qkv"):
+            if name in tensors and tensors.pop(name).any():
+                raise UserError(f"The weight {name} is a bias that this kind of head has no place for.")
+        return super().taken(tensors, config)
+
+    def target_overrides(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """There is a module, and how many layers it comes after (read where the target lists kinds of layers)."""
+        return {
+            "num_nextn_predict_layers": 1,
+            **({} if arguments["final_norm"] else {"target_layer_count": arguments["sizes"]["num_target_layers"]}),
+        }

@@ -1,0 +1,65 @@
+"""Evaluated heads to one table: α, tokens per round, cost of a draft, speed, size and training of each.
+
+python -m scripts.compare                                       (all runs under runs/compare)
+python -m scripts.compare 'runs=[runs/compare/eagle3,runs/mine]' comparison_dir=runs/both
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from scripts.common import script
+from scripts.settings import check_value, plain
+
+REPORT = Path("report") / "report.json"
+
+
+def run(cfg: DictConfig) -> None:
+    """Compare the runs of the config, or all finished ones under comparison_dir."""
+    check_value("runs", plain(cfg)["runs"], list[str])
+    check_value("comparison_dir", cfg.comparison_dir, str)
+    folder = Path(cfg.comparison_dir)
+    write_comparison([Path(one) for one in cfg.runs] or finished(folder), folder)
+
+
+def beside(cfg: DictConfig) -> None:
+    """A stage of scripts.pipeline: compare this run with all finished ones beside it."""
+    folder = Path(cfg.run_dir).parent
+    write_comparison(finished(folder), folder)
+
+
+def finished(folder: Path) -> list[Path]:
+    """The runs in a folder that have been evaluated."""
+    return sorted(report.parent.parent for report in folder.glob(f"*/{REPORT}"))
+
+
+def write_comparison(runs: Sequence[Path], folder: Path) -> None:
+    """Print the table and write comparison.json and comparison.md."""
+    from rich.console import Console
+
+    from eval.comparison import compare, render_table, to_markdown
+    from heads.artifact import UserError, provenance, write_atomic, write_json
+
+    if missing := [run for run in runs if not (run / REPORT).is_file()]:
+        raise UserError(f"{missing[0]} holds no {REPORT}; evaluate it first, or leave it out of runs=.")
+    print(f"compare   {', '.join(map(str, runs)) or folder}", flush=True)
+    short = len({run.name for run in runs}) == len(runs)
+    comparison = compare({run.name if short else str(run): json.loads((run / REPORT).read_text()) for run in runs})
+    write_json(folder / "comparison.json", {**comparison, "provenance": provenance()})
+    write_atomic(folder / "comparison.md", to_markdown(comparison))
+    Console().print(render_table(comparison))
+    print(f"\nThe table: {folder / 'comparison.md'}", flush=True)
+
+
+@script("compare")
+def main(cfg: DictConfig) -> None:
+    """Entry point of `python -m scripts.compare`."""
+    run(cfg)
+
+
+if __name__ == "__main__":
+    main()
