@@ -107,7 +107,7 @@ class NativeMTPHead(SelfFedHead):
         )
 
     def unroll(self, features: TargetFeatures, starts_N: Tensor, depth: int) -> Tensor:
-        """Output states [K, N, D] of all passes over one packed batch, one document after the other."""
+        """One document after the other, so that no mask is larger than a document asks for."""
         base_TD = self.given(features.taps_TE, features.last_TD)
         outputs, first = [], 0
         for length in features.lengths:

@@ -54,6 +54,10 @@ class SelfFedHead(DraftHead):
         """The hidden state [..., D] of a slot that the target has settled, out of h_t."""
 
     @abstractmethod
+    def unroll(self, features: TargetFeatures, starts_N: Tensor, depth: int) -> Tensor:
+        """Output states [K, N, D] of all passes of the training over one packed batch."""
+
+    @abstractmethod
     def slots(
         self, cache: BlockCache, next_ids_BM: Tensor, hidden_BMD: Tensor, block: Block, rope: Rope | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -143,8 +147,7 @@ class RecurrentHead(SelfFedHead):
         """(what the next slot is fed, the state that the vocabulary projection reads), both [..., D]."""
 
     def unroll(self, features: TargetFeatures, starts_N: Tensor, depth: int) -> Tensor:
-        """Output states [K, N, D] of all passes over one packed batch. Keys and values of pass 0 are made for every
-        slot, everything else for the starts only."""
+        """Keys and values of pass 0 are made for every slot, everything else for the starts only."""
         positions_T = torch.cat([torch.arange(length, device=starts_N.device) for length in features.lengths])
         columns = Columns(features.lengths, starts_N)
         following_T = features.ids_T.roll(-1)  # the last slot of a document gets a wrong token and is never a start
