@@ -15,10 +15,10 @@ from eval.decode import DecodeSettings, Proposer, Request
 from eval.exactness import WIDE, Identity, LawSettings, identities, law_after
 from eval.law import CONTROL_LEVEL, DAMAGES, LEVEL, Fit
 from eval.sampling import Sampling
+from eval.static_tree import tree_setting
 from eval.verify import EXACT
 from heads.artifact import UserError
 from heads.target import DTYPES, FrozenTarget
-from heads.tree_draft import dynamic_tree
 
 HEAD = "head"
 """The name under which the chain of the head is proven."""
@@ -26,10 +26,11 @@ HEAD = "head"
 
 @dataclass(frozen=True)
 class ProofSettings:
-    """What is proven. gamma: drafts per round, depth of the tree; tree: top_k and nodes of the dynamic tree beside the
-    chain (None: chains only); requests: held-out prompts for the identity; dtypes: number formats of it, float32 among
-    them, in which the law is shown; rows: decoded together; samples: decodes of each case of the tiny law; prefixes:
-    prompts, shortened to their last prefix_tokens, that are decoded `copies` times each. Raises UserError.
+    """What is proven. gamma: drafts per round, depth of the tree; tree: the one beside the chain, as
+    eval.static_tree.tree_setting takes it (None: chains only); requests: held-out prompts for the identity; dtypes:
+    number formats of it, float32 among them, in which the law is shown; rows: decoded together; samples: decodes of
+    each case of the tiny law; prefixes: prompts, shortened to their last prefix_tokens, that are decoded `copies` times
+    each. Raises UserError.
     """
 
     gamma: int = 4
@@ -54,7 +55,7 @@ class ProofSettings:
             if vars(self)[name] < bound:
                 raise UserError(f"prove.{name}={vars(self)[name]} must be at least {bound}.")
         if self.tree is not None:
-            dynamic_tree(self.tree, "prove.tree")
+            tree_setting(self.tree, "prove.tree")
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from eval.bench import interleaved
 from eval.decode import DecodeSettings, Proposer, Request, decode
 from eval.exactness import Divergence, divergences, generate_texts
 from eval.report import PLAIN, Run
+from eval.static_tree import tree_setting
 from eval.trace import RequestTrace, dump_traces, parse_traces
 from eval.verify import Sampling
 from heads.artifact import UserError, digest, write_atomic
 from heads.target import DTYPES, FrozenTarget
-from heads.tree_draft import dynamic_tree
 
 MakeProposers = Callable[[FrozenTarget], Mapping[str, Proposer]]
 """The proposers to compare, by name, ready for a target of this number format."""
@@ -34,8 +34,8 @@ class Plan:
     gamma: the draft length of the main comparison; gammas: further ones for the first proposer alone; temperatures:
     0 is greedy, others use top_p too; dtypes: number formats, the first is the headline; rows: requests decoded
     together where nothing is timed; timed_requests: how many are also decoded alone, interleaved with plain decoding;
-    tree: top_k and nodes of the head's dynamic tree, whose depth is γ; it is decoded greedily beside the head's chain,
-    as the proposer `tree_name` (None: chains only).
+    tree: of the head, whose depth is γ, as eval.static_tree.tree_setting takes it; it is decoded greedily beside the
+    head's chain, as the proposer `tree_name` (None: chains only).
     """
 
     gamma: int = 4
@@ -69,11 +69,20 @@ class Plan:
                 f"and at most 1."
             )
         if self.tree is not None:
-            dynamic_tree(self.tree, "eval.tree")
+            tree_setting(self.tree, "eval.tree")
         lists = {"gammas": self.gammas, "temperatures": self.temperatures, "dtypes": self.dtypes}
         for name, values in lists.items():
             if len(set(values)) < len(values):
                 raise UserError(f"eval.{name}={list(values)} says something twice; give each value once.")
+
+    @property
+    def deepest(self) -> int:
+        """The longest draft of all."""
+        return max((self.gamma, *self.gammas))
+
+    def within(self, longest: int | None) -> Plan:
+        """The same without the further draft lengths that a head cannot reach (None: it has no limit)."""
+        return self if longest is None else replace(self, gammas=tuple(g for g in self.gammas if g <= longest))
 
 
 def tree_name(head: str) -> str:

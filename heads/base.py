@@ -261,8 +261,10 @@ class DraftHead(nn.Module, ABC):
 
     A subclass takes sizes and taps by keyword and hands the same keywords to `super().__init__`, which keeps them in
     `arguments` for the checkpoint. It owns its trainable parameters only; the target's weights are lent by `attach`
-    and are neither trained nor saved.
+    and are neither trained nor saved. longest: the deepest chain or tree it can draft, None where there is no limit.
     """
+
+    longest: int | None = None
 
     def __init__(self, *, needs: FeatureNeeds, vocab: DraftVocabulary, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -281,6 +283,14 @@ class DraftHead(nn.Module, ABC):
         """The lent weights; asking before `attach` is a programming error."""
         assert self._target, "attach(target) must come before the head is used"
         return self._target[0]
+
+    def check_depth(self, depth: int, setting: str = "eval.gamma") -> None:
+        """Raises UserError, naming the setting, when the head cannot draft that many tokens in a round."""
+        if self.longest is not None and depth > self.longest:
+            raise UserError(
+                f"{setting}={depth} is beyond the {self.longest} tokens that this head can draft in a round; set "
+                f"{setting}={self.longest} or less, or train one with head.depth={depth}."
+            )
 
     def forward(self, features: TargetFeatures) -> LossSums:
         """The training loss; `forward` so that distributed wrappers see the call."""

@@ -11,7 +11,7 @@ round each one may see, it returns the draft's logits after each node. This modu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,15 +34,6 @@ class DynamicTree:
     def __post_init__(self) -> None:
         if self.top_k < 1 or self.nodes < 1:
             raise UserError(f"A tree of top_k={self.top_k} nodes={self.nodes} cannot be; both must be at least 1.")
-
-
-def dynamic_tree(values: Mapping[str, int], setting: str) -> DynamicTree:
-    """The tree of a config node; UserError names the setting."""
-    if set(values) != {"top_k", "nodes"}:
-        raise UserError(
-            f"{setting}={dict(values)} must give top_k and nodes, such as '{setting}={{top_k: 4, nodes: 12}}', or null."
-        )
-    return DynamicTree(**values)
 
 
 @dataclass(frozen=True)

@@ -60,15 +60,18 @@ def bench_decode(cfg: DictConfig) -> None:
     from eval.bench import interleaved
     from eval.decode import Clock, DecodeSettings, decode
     from eval.suite import spread
-    from scripts.evaluate import held_out_requests, proposers
+    from heads.checkpoint import load_head
+    from scripts.evaluate import held_out_requests, plan_tree, proposers
 
     head_dir = Path(cfg.head_dir)
     print(f"bench     decoding with {head_dir} at batch 1, in turn with plain decoding", flush=True)
+    load_head(head_dir).check_depth(max(cfg.bench.gammas), "bench.gammas")
     requests = spread(held_out_requests(cfg), cfg.bench.requests)
     plan = build(cfg, "eval")
+    tree = plan_tree(cfg, plan.tree, "eval.tree", max(cfg.bench.gammas))
     for dtype in plan.dtypes:
         target = load_target(cfg, dtype)
-        *_, head = proposers("head", head_dir, target, plan.tree).values()  # its tree, where there is one
+        *_, head = proposers("head", head_dir, target, tree).values()  # its tree, where there is one
         for gamma in cfg.bench.gammas:
             settings = DecodeSettings(gamma=gamma, max_new_tokens=plan.max_new_tokens, seed=cfg.seed)
             traces = interleaved(target, requests, {"head": head, "none": None}, replace(settings, rows=1))

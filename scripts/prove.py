@@ -19,7 +19,9 @@ from scripts.settings import build, check_node, plain
 if TYPE_CHECKING:
     from eval.certificate import ProofSettings
     from eval.decode import Proposer, Request
+    from eval.static_tree import Measuring
     from heads.target import FrozenTarget
+    from heads.tree_draft import DynamicTree
 
 
 def run(cfg: DictConfig) -> bool:
@@ -27,7 +29,8 @@ def run(cfg: DictConfig) -> bool:
     from eval.certificate import Certificate, prove_on, to_markdown
     from eval.law import CONTROLS, check, check_damage, exact_cases, typical_cases
     from heads.artifact import read_manifest, write_atomic, write_json, write_manifest
-    from scripts.evaluate import some_requests
+    from heads.checkpoint import load_head
+    from scripts.evaluate import plan_tree, some_requests
 
     how: ProofSettings = build(cfg, "prove")
     check_damage(cfg.damage)
@@ -37,12 +40,14 @@ def run(cfg: DictConfig) -> bool:
     head = read_manifest(head_dir, "head")
     for name in cfg.rivals:
         check_node(cfg, f"rivals.{name}")
+    load_head(head_dir).check_depth(how.gamma, "prove.gamma")
     requests = some_requests(cfg, how.requests, "prove.requests")
+    tree = plan_tree(cfg, how.tree, "prove.tree", how.gamma)
     print(f"prove     {head['name']} of {head_dir}: {len(requests)} held-out prompts", flush=True)
     proof = Certificate(damage=cfg.damage)
     for dtype in how.dtypes:
         target = load_target(cfg, dtype)
-        prove_on(proof, how, target, requests, _proposers(cfg, how, target, requests), _say)
+        prove_on(proof, how, target, requests, _proposers(cfg, tree, target, requests), _say)
         del target  # before the next one is loaded
     proof.tiny = [check(case, damage=cfg.damage, samples=how.samples) for case in exact_cases()]
     proof.controls = {name: check(case, damage=name, samples=how.samples) for name, case in CONTROLS.items()}
@@ -61,18 +66,19 @@ def run(cfg: DictConfig) -> bool:
 
 
 def _proposers(
-    cfg: DictConfig, how: ProofSettings, target: FrozenTarget, requests: Sequence[Request]
+    cfg: DictConfig, tree: DynamicTree | Measuring | None, target: FrozenTarget, requests: Sequence[Request]
 ) -> Mapping[str, Proposer]:
     """The head as a chain and as a tree, and the rivals of the config; damaged if that is asked for."""
     from eval.certificate import HEAD
     from eval.exactness import DamagedDraft
-    from heads.tree_draft import TreeDrafter, dynamic_tree
-    from scripts.evaluate import proposers
+    from eval.static_tree import tree_drafter
+    from scripts.evaluate import ready_head
     from scripts.rivals import build_rivals
 
-    found = {**proposers(HEAD, Path(cfg.head_dir), target)}
-    if how.tree is not None:
-        found[f"{HEAD}, tree"] = TreeDrafter(found[HEAD], dynamic_tree(how.tree, "prove.tree"))
+    head = ready_head(Path(cfg.head_dir), target)
+    found: dict[str, Proposer] = {HEAD: head}
+    if tree is not None:
+        found[f"{HEAD}, tree"] = tree_drafter(tree, head, cfg.head_dir, target, lambda text, count: _say(text))
     found |= build_rivals(cfg, target, requests)
     if cfg.damage is not None:
         # A damage changes what is verified, which a proposer that reads the verdict on every node would notice.

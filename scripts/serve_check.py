@@ -46,7 +46,9 @@ def run(cfg: DictConfig) -> bool:
     for name, hint in _SETTINGS.items():
         check_value(name, values[name], hint)
     folder, export = Path(cfg.run_dir) / "serve_check", Path(cfg.run_dir) / "export"
-    manifest = check_export(export, head=servable_head(cfg))
+    head = servable_head(cfg)
+    head.check_depth(cfg.gamma, "gamma")
+    manifest = check_export(export, head=head)
     check_interpreter(cfg.serve_python)
     requests = some_requests(cfg, cfg.requests, "requests", least=LEAST)
     print(f"serve     {export} in vLLM: {len(requests)} held-out prompts, γ = {cfg.gamma}", flush=True)

@@ -214,7 +214,9 @@ def test_artifacts_that_are_damaged(refuse: Refuse, copied: e2e.Place) -> None:
 def test_a_run_that_goes_on_with_other_settings(refuse: Refuse, copied: e2e.Place) -> None:
     assert "belongs to another run (settings.optim.lr" in refuse(train.run, "optim.lr=0.5")
     assert "holds features with generation.temperature=0.0" in refuse(collect.run, "generation.temperature=1.0")
-    assert "holds the taps [1, 3, 6] but the head wants [1, 2, 3]" in refuse(train.run, "head.taps=[1,2,3]")
+    assert "lacks the taps [2] of what the head needs (it holds the taps [1, 3, 6])" in refuse(
+        train.run, "head.taps=[1,2,3]"
+    )
 
 
 # ---- settings ---------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from training.step import GradientStep
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 31
+COUNT = 33
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -283,18 +283,30 @@ def test_the_name_of_the_optimizer_is_checked() -> None:
         build(e2e.config("optim.name=sgd"), "optim")
 
 
-HEAD = {
-    "taps": ["head.taps=[1,2,3]"],
+EVERY_HEAD = {
     "depth": ["head.depth=2"],
     "decay": ["head.decay=0.5"],
     "loss": ["head.loss=tv"],
     "eta": ["head.loss=lk_lambda", "head.eta=1"],
-    "norm_before_residual": ["head.norm_before_residual=true"],
-    "fc_norm": ["head.fc_norm=true"],
-    "norm_output": ["head.norm_output=true"],
-    "qk_norm": ["head.qk_norm=true"],
     "draft_vocab_size": ["head.draft_vocab_size=32"],
     "from_target": ["head.from_target=false"],
+}
+HEAD = {
+    "eagle": EVERY_HEAD
+    | {
+        "feature_weight": ["head.feature_weight=0.5"],
+        "token_weight": ["head.token_weight=1"],
+        "noise": ["head.noise=0.2"],
+    },
+    "eagle3": EVERY_HEAD
+    | {
+        "taps": ["head.taps=[1,2,3]"],
+        "norm_before_residual": ["head.norm_before_residual=true"],
+        "fc_norm": ["head.fc_norm=true"],
+        "norm_output": ["head.norm_output=true"],
+        "qk_norm": ["head.qk_norm=true"],
+    },
+    "mtp": EVERY_HEAD | {"final_norm": ["head.final_norm=true"]},
 }
 HEAD_BASE = {"eta": ["head.loss=lk_lambda"]}
 
@@ -304,8 +316,8 @@ def target(small: e2e.Place) -> FrozenTarget:
     return load_target(e2e.config(*overrides(small)))
 
 
-@pytest.mark.parametrize("setting", HEAD)
-def test_head(small: e2e.Place, target: FrozenTarget, setting: str) -> None:
+@pytest.mark.parametrize(("name", "setting"), [(name, setting) for name in HEAD for setting in HEAD[name]])
+def test_head(small: e2e.Place, target: FrozenTarget, name: str, setting: str) -> None:
     """The loss on the same documents, and with them all it depends on."""
 
     def loss(cfg: DictConfig) -> float:
@@ -314,10 +326,10 @@ def test_head(small: e2e.Place, target: FrozenTarget, setting: str) -> None:
         vocab = DraftVocabulary.choose(torch.ones(target.vocab_size), cfg.head.draft_vocab_size)
         return build_head(cfg, target, vocab).loss(features_of(target, documents, taps)).loss.item()
 
-    base = HEAD_BASE.get(setting, [])
+    base = [f"head={name}", *HEAD_BASE.get(setting, [])]
     first = loss(e2e.config(*overrides(small, *base)))
     assert loss(e2e.config(*overrides(small, *base))) == first
-    assert loss(e2e.config(*overrides(small, *HEAD[setting]))) != first
+    assert loss(e2e.config(*overrides(small, f"head={name}", *HEAD[name][setting]))) != first
 
 
 EVAL = {
@@ -389,7 +401,8 @@ def test_every_documented_setting_has_its_test() -> None:
     assert documented("config.yaml", "generation") == set(GENERATION)
     assert documented("config.yaml", "train") == set(TRAIN)
     assert documented("optim/adamw.yaml", "") == {*OPTIM, "name"}
-    assert documented("head/eagle3.yaml", "") == set(HEAD)
+    for name in HEADS:
+        assert documented(f"head/{name}.yaml", "") == set(HEAD[name])
     assert documented("eval/default.yaml", "") == {*EVAL, *DECODING}
     top = {"name", "run_dir", "head_dir", "seed", "rivals"}  # what rivals holds is tested in test_proposers
     assert documented("config.yaml", "") == top | {"defaults", "hydra", "generation", "train"}

@@ -328,9 +328,7 @@ def test_a_bad_folder_is_one_sentence(tmp_path, name, text, sentence) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_kind_goes_there_and_back_and_there(tmp_path, kind, dtype) -> None:
     head = servable(kind)
-    manifest = export_vllm(
-        head, tmp_path / "a", target_fingerprint=FINGERPRINT, target_path="some/target", dtype=dtype
-    )
+    manifest = export_vllm(head, tmp_path / "a", target_fingerprint=FINGERPRINT, target_path="some/target", dtype=dtype)
     again = import_vllm(tmp_path / "a")
     assert type(again) is type(head) and again.arguments == head.arguments and again.vocab.full
     for name, tensor in head.state_dict().items():
@@ -343,7 +341,9 @@ def test_every_kind_goes_there_and_back_and_there(tmp_path, kind, dtype) -> None
 
 
 # As the server's own classes name them, for a block of one residual layer and two heads of attention.
-LLAMA = [f"self_attn.{name}_proj.weight" for name in "qkvo"] + [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+LLAMA = [f"self_attn.{name}_proj.weight" for name in "qkvo"] + [
+    f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")
+]
 WANTED = {
     "eagle": ["fc.weight", *(f"layers.0.{name}" for name in [*LLAMA, "post_attention_layernorm.weight"])],
     "medusa": ["lm_head.weight", *(f"blocks.{i}.layers.0.{part}" for i in range(4) for part in ("weight", "bias"))],
@@ -387,9 +387,10 @@ def test_what_each_kind_must_say() -> None:
     assert torch.equal(joined, ernie.state_dict()["proj.weight"])
     first, second = to_vllm(mimo, "float32")[1]["model.mtp_layers.0.input_proj.weight"].chunk(2, 1)
     assert torch.equal(torch.cat([second, first], 1), mimo.state_dict()["proj.weight"])
-    assert to_vllm(ernie, "float32")[0]["num_hidden_layers"] == 8 and not to_vllm(mimo, "float32")[1][
-        "model.mtp_layers.0.self_attn.q_proj.bias"
-    ].any()
+    assert (
+        to_vllm(ernie, "float32")[0]["num_hidden_layers"] == 8
+        and not to_vllm(mimo, "float32")[1]["model.mtp_layers.0.self_attn.q_proj.bias"].any()
+    )
 
 
 def test_an_mtp_module_needs_a_word_about_the_target(tmp_path) -> None:

@@ -25,8 +25,8 @@ from eval.server_check import acceptance_length, check, compare, to_lines
 from eval.trace import RequestTrace, Round, parse_traces
 from heads.artifact import UserError
 from heads.export.vllm import export_vllm
-from tests.simulated_traces import trace_of
 from tests.servable import SERVABLE, servable
+from tests.simulated_traces import trace_of
 from tests.test_head_checkpoint import FINGERPRINT, tiny_head
 from tests.tiny import load_tiny
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from eval.decode import DecodeSettings, Request, decode
+from eval.static_tree import tree_setting
 from eval.tree import RankCounter, best_static_tree, comb, height, node_texts
 from heads.artifact import UserError
 from heads.base import Committed, DraftHead, Proposal
 from heads.cache import ancestry
-from heads.tree_draft import DynamicTree, StaticTree, TreeDrafter, dynamic_tree, tree_of
+from heads.tree_draft import DynamicTree, StaticTree, TreeDrafter, tree_of
 from tests.test_eagle3 import FLAGS, TAPS, make_head
 from tests.tiny import load_tiny
 
@@ -238,7 +239,10 @@ def test_ancestry_is_what_walking_up_finds() -> None:
     [
         lambda: DynamicTree(top_k=0),
         lambda: DynamicTree(nodes=0),
-        lambda: dynamic_tree({"top_k": 3}, "eval.tree"),
+        lambda: tree_setting({"top_k": 3}, "eval.tree"),
+        lambda: tree_setting({"nodes": 3, "top_k": 2, "prompts": 4}, "eval.tree"),
+        lambda: tree_setting({"nodes": 0}, "eval.tree"),
+        lambda: tree_setting({"nodes": 4, "prompts": 0}, "eval.tree"),
         lambda: StaticTree((-1, 1), (0, 0)),
         lambda: StaticTree((-1, -1), (0, 0)),
         lambda: StaticTree((), ()),
