@@ -123,9 +123,7 @@ def overrides(place: e2e.Place, *more: str) -> list[str]:
 @pytest.mark.parametrize("name", HEADS)
 def test_every_head_trains_two_steps(small: e2e.Place, name: str, tmp_path: Path, in_folder: Callable) -> None:
     place = in_folder(small, tmp_path)
-    # The tiny target brings no module of its own along.
-    more = ["head.from_target=false"] if name == "mtp_native" else []
-    cfg = e2e.config(*overrides(small, f"head={name}", "train.max_steps=2", *more))
+    cfg = e2e.config(*overrides(small, f"head={name}", "train.max_steps=2"))
     collect.run(cfg)
     train.run(cfg)
     assert [step for step, _ in e2e.losses(place)] == [1, 2]
@@ -307,6 +305,7 @@ HEAD = {
         "qk_norm": ["head.qk_norm=true"],
     },
     "mtp": EVERY_HEAD | {"final_norm": ["head.final_norm=true"]},
+    "mtp_native": EVERY_HEAD | {"norm_output": ["head.norm_output=false"], "zero_first": ["head.zero_first=true"]},
 }
 HEAD_BASE = {"eta": ["head.loss=lk_lambda"]}
 
