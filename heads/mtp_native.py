@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -216,9 +217,15 @@ def _donor(sizes: Mapping[str, Any]) -> PreTrainedModel:
     facts = dict(sizes)
     try:
         config = AutoConfig.for_model(facts.pop("model_type"), **facts)
-    except ValueError as error:
-        raise UserError(f"transformers has no family {sizes['model_type']}; set head=mtp or head=eagle3.") from error
-    _give_one_mtp_layer(config)
+        _give_one_mtp_layer(config)
+    except UserError:
+        raise
+    except (AttributeError, ValueError, StrictDataclassError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"The configuration of {sizes['model_type']} cannot be turned into that of an MTP layer ({reason}); "
+            f"set head=mtp or head=eagle3."
+        ) from error
     with torch.device("meta"):
         # The plain loop over experts is the one that takes every number format, autocast among them.
         return AutoModelForCausalLM.from_config(config, experts_implementation="eager")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -85,12 +95,18 @@ def native(tmp_path_factory: pytest.TempPathFactory):
 
 
 def build(folder: Path, family: str) -> tuple[Path, FrozenTarget, MtpModel]:
+    _, module = with_module(folder, FAMILIES[family](), family)
+    return folder, FrozenTarget.load(folder, dtype="float64"), module.double()
+
+
+def with_module(folder: Path, config: PreTrainedConfig, family: str) -> tuple[PreTrainedModel, MtpModel]:
+    """A random model of transformers with an MtpModel on it, both written to a folder as one checkpoint."""
     torch.manual_seed(0)
-    config = FAMILIES[family]()
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
-    own = FAMILIES[family]()
+    own = deepcopy(config)
     if family.startswith("qwen"):  # these do not say so in their config
         own.num_mtp_layers, own.mtp_layer_types = 1, ["full_attention"]
+        own.layer_types = ["full_attention"] * own.num_hidden_layers
     own._experts_implementation = "eager"
     model.config = own
     module = MtpModel(model, 1)
@@ -104,7 +120,7 @@ def build(folder: Path, family: str) -> tuple[Path, FrozenTarget, MtpModel]:
     tiny_tokenizer().save_pretrained(folder)
     extra = published(module.layers[0].state_dict(), config.num_hidden_layers, family.startswith("qwen"))
     save_file(load_file(folder / "model.safetensors") | extra, folder / "model.safetensors", {"format": "pt"})
-    return folder, FrozenTarget.load(folder, dtype="float64"), module.double()
+    return model, module
 
 
 def make_head(target: FrozenTarget, **flags) -> NativeMTPHead:
@@ -159,6 +175,21 @@ def test_it_is_transformers_own_module(native, family: str) -> None:
             ids = features.ids_T[first:].tolist()
             theirs = reference(module, ids, features.last_TD[first:], start - first, depth)
             torch.testing.assert_close(logits[:depth], theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_layer_of_a_hybrid_is_one_of_full_attention(tmp_path) -> None:
+    """Qwen3.5 mixes two kinds of layers, and here its last one is of the other kind."""
+    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    config = Qwen3_5TextConfig(**{**SMALL, "num_hidden_layers": 3}, **linear, linear_value_head_dim=8)
+    assert config.layer_types[-1] == "linear_attention"
+    model, module = with_module(tmp_path, config, "qwen3_5")
+    model.config.name_or_path = str(tmp_path)
+    target = SimpleNamespace(config=config, model=model, num_layers=3, path=tmp_path)
+    head = NativeMTPHead(sizes=NativeMTPHead.sizes_of(target), vocab=DraftVocabulary.identity(96))
+    head.initialise(target)
+    assert type(head.module.post_norm) is type(model.model.norm)
+    for name, weight in module.layers[0].state_dict().items():
+        torch.testing.assert_close(head.module.state_dict()[name], weight)
 
 
 @pytest.mark.parametrize("flags", [{}, {"norm_output": False, "zero_first": True}], ids=["own", "as vllm"])
