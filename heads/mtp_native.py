@@ -157,7 +157,7 @@ class NativeMTPHead(SelfFedHead):
 
     def logits(self, output: Tensor) -> Tensor:
         """By the target's own projection."""
-        return self._draftable[0].logits(output)
+        return self._draftable[0].read(output)
 
     def _run(
         self,
