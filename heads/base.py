@@ -308,6 +308,13 @@ class DraftHead(nn.Module, ABC):
         """The training loss; `forward` so that distributed wrappers see the call."""
         return self.loss(features)
 
+    @classmethod
+    def sizes_of(cls, target: FrozenTarget) -> Any:
+        """What the constructor is told of a target as `sizes`: those of its layers."""
+        from heads.layers import BlockSizes  # builds on the values of this module
+
+        return BlockSizes.of(target.config, target.vocab_size)
+
     @abstractmethod
     def initialise(self, target: FrozenTarget) -> None:
         """Set the starting weights, from the target's own where they help."""
