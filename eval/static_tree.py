@@ -111,7 +111,7 @@ def tree_drafter(
             "request_ids": [request.request_id for request in tree.requests],
         }
         write_json(path, facts | found)
-    return MeasuredDrafter(head, kept)
+    return MeasuredDrafter(head, kept[: tree.depth])
 
 
 def _measured(

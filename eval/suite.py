@@ -75,11 +75,6 @@ class Plan:
             if len(set(values)) < len(values):
                 raise UserError(f"eval.{name}={list(values)} says something twice; give each value once.")
 
-    @property
-    def deepest(self) -> int:
-        """The longest draft of all."""
-        return max((self.gamma, *self.gammas))
-
     def within(self, longest: int | None) -> Plan:
         """The same without the further draft lengths that a head cannot reach (None: it has no limit)."""
         return self if longest is None else replace(self, gammas=tuple(g for g in self.gammas if g <= longest))

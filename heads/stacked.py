@@ -75,8 +75,9 @@ class Settled:
 
 
 class StackedHead(DraftHead):
-    """K = depth stacks of L = blocks residual blocks; projection: one of PROJECTIONS; loss, decay, eta: see
-    heads.losses.Objective; own: arguments of the subclass. Raises UserError on values that cannot be."""
+    """K = depth stacks of L = blocks residual blocks; projection: one of PROJECTIONS, where own ones have neither bias
+    nor cap, as servers read them; loss, decay, eta: see heads.losses.Objective; own: arguments of the subclass. Raises
+    UserError on values that cannot be."""
 
     def __init__(
         self,
@@ -115,8 +116,8 @@ class StackedHead(DraftHead):
     @torch.no_grad()
     def initialise(self, target: FrozenTarget) -> None:
         """Own projections start as the target's rows; the blocks are the identity already."""
-        for lm_head in self.lm_heads:
-            lm_head.weight.copy_(target.weights.lm_head_VD[self.vocab.ids_W.to(target.device)])
+        for weight_WD in self.lm_heads.parameters():
+            weight_WD.copy_(target.weights.lm_head_VD[self.vocab.ids_W.to(target.device)])
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class StackedHead(DraftHead):
     def _projection(self) -> Projection:
         if not len(self.lm_heads):
             return self._draftable[0].projection
-        return Projection(torch.stack([lm_head.weight for lm_head in self.lm_heads]))
+        return Projection(torch.stack(list(self.lm_heads.parameters())))
 
     # ---- drafting -------------------------------------------------------------------------------------------------
 
