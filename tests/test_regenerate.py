@@ -220,7 +220,7 @@ def test_a_finished_store_is_used_as_it_is(target: FrozenTarget, tmp_path: Path,
     [
         ({"seed": 1}, r"generation\.seed=0, but generation\.seed=1"),
         ({"max_new_tokens": 13}, r"generation\.max_new_tokens=12, but"),
-        ({"taps": (2, 5)}, r"needs\.taps=\[2, 4\], but needs\.taps=\[2, 5\]"),
+        ({"taps": (2, 5)}, r"the taps \[2, 4\], but \[5\] are asked for too"),
     ],
 )
 def test_other_settings_are_refused(target: FrozenTarget, tmp_path: Path, change: dict[str, Any], phrase: str) -> None:
