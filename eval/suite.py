@@ -47,7 +47,7 @@ class Plan:
     rows: int = 16
     timed_requests: int = 12
     seed: int = 0
-    tree: Mapping[str, int] | None = None
+    tree: Mapping[str, int | None] | None = None
 
     def __post_init__(self) -> None:
         unknown = [dtype for dtype in self.dtypes if dtype not in DTYPES]

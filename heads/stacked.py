@@ -137,16 +137,21 @@ class StackedHead(DraftHead):
         return summed(unrolled_loss(hidden_KND, self._projection(), rows, valid_KN, self.objective), valid_KN)
 
     def _projection(self) -> Projection:
-        if not len(self.lm_heads):
+        if self.shared:
             return self._draftable[0].projection
         return Projection(torch.stack(list(self.lm_heads.parameters())))
 
     # ---- drafting -------------------------------------------------------------------------------------------------
 
+    @property
+    def shared(self) -> bool:
+        """Whether all depths read by the target's projection."""
+        return not len(self.lm_heads)
+
     def logits(self, level: int, hidden: Tensor) -> Tensor:
         """The draft's logits [..., W] at a depth (from 0) from what its stack gave [..., D]."""
-        if not len(self.lm_heads):
-            return self._draftable[0].logits(hidden)
+        if self.shared:
+            return self._draftable[0].read(hidden)
         logits: Tensor = self.lm_heads[level](hidden)
         return logits
 

@@ -66,10 +66,10 @@ def bench_decode(cfg: DictConfig) -> None:
 
     head_dir = Path(cfg.head_dir)
     print(f"bench     decoding with {head_dir} at batch 1, in turn with plain decoding", flush=True)
-    load_head(head_dir).check_depth(max(cfg.bench.gammas), "bench.gammas")
+    load_head(head_dir).check_depth(max(cfg.bench.gammas, default=0), "bench.gammas")
     requests = spread(held_out_requests(cfg), cfg.bench.requests)
     plan = build(cfg, "eval")
-    tree = plan_tree(cfg, plan.tree, "eval.tree", max(cfg.bench.gammas))
+    tree = plan_tree(cfg, plan.tree, "eval.tree", max(cfg.bench.gammas, default=1))
     for dtype in plan.dtypes:
         target = load_target(cfg, dtype)
         *_, head = proposers("head", head_dir, target, tree).values()  # its tree, where there is one

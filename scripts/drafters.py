@@ -32,7 +32,7 @@ def within_reach(plan: Plan, head_dir: Path) -> Plan:
 
 
 def plan_tree(
-    cfg: DictConfig, values: Mapping[str, int] | None, setting: str, depth: int
+    cfg: DictConfig, values: Mapping[str, int | None] | None, setting: str, depth: int
 ) -> DynamicTree | Measuring | None:
     """The tree that a setting asks for, a static one with the train prompts that it is measured on."""
     from eval.static_tree import Measuring, TreeSearch, tree_setting

@@ -16,6 +16,9 @@ from heads.checkpoint import save_head
 from heads.eagle3 import Eagle3Head
 from heads.tree_draft import StaticTree
 from scripts import evaluate, prove, serve_check
+from scripts.common import load_target
+from scripts.drafters import plan_tree
+from scripts.settings import build
 from tests import e2e
 from tests.drafting_cases import PROMPTS
 from tests.test_medusa import make_head
@@ -132,6 +135,18 @@ def test_evaluation_with_a_static_tree(place: e2e.Place, monkeypatch, capsys: py
     traces = {path.name for path in (place.run / "report/traces").iterdir()}
     assert {"eagle3_tree-float32-T0-g3.jsonl", "eagle3-float32-T0-g2.jsonl"} <= traces
     assert not any("g7" in name for name in traces)
+
+
+def test_a_proof_takes_the_same_setting(place: e2e.Place, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the tree that an evaluation of this depth has kept, if there is one."""
+    cfg = e2e.config(
+        *place.overrides, "prove.tree={top_k:null,nodes:5}", "+prove.tree.prompts=4", "prove.gamma=2", name="prove"
+    )
+    tree, target = plan_tree(cfg, build(cfg, "prove").tree, "prove.tree", cfg.prove.gamma), load_target(cfg, "float32")
+    for _ in range(2):
+        found = prove._proposers(cfg, tree, target, [])
+    assert capsys.readouterr().out.count("for its static tree") == 1
+    assert [len(one.parents) for one in found["head, tree"].trees] == [5, 5]
 
 
 def test_a_draft_longer_than_the_head_can_make_is_refused_at_once(place: e2e.Place, monkeypatch, capsys) -> None:
