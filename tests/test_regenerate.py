@@ -215,6 +215,15 @@ def test_a_finished_store_is_used_as_it_is(target: FrozenTarget, tmp_path: Path,
     assert gather(target, conversations, tmp_path / "f") == first
 
 
+def test_a_collection_for_several_heads_goes_on_for_one_that_needs_less(target: FrozenTarget, tmp_path: Path) -> None:
+    gather(target, traffic(3), tmp_path / "f")
+    whole = (tmp_path / "f/shard-00000.safetensors").read_bytes()
+    for name in ("manifest.json", "shard-00000.json", "shard-00000.safetensors"):
+        (tmp_path / "f" / name).unlink()
+    assert gather(target, traffic(3), tmp_path / "f", taps=(4,))["needs"]["taps"] == [2, 4]
+    assert (tmp_path / "f/shard-00000.safetensors").read_bytes() == whole
+
+
 @pytest.mark.parametrize(
     ("change", "phrase"),
     [
