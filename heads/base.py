@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.artifact import UserError
+from heads.packed import packed_linear
 from heads.vocab import DraftVocabulary
 
 if TYPE_CHECKING:  # heads.target builds on the values of this module
@@ -252,7 +254,17 @@ class TargetWeights:
 
     def logits(self, last: Tensor) -> Tensor:
         """The target's logits [..., V] in its own dtype from states after the final norm [..., D]."""
-        logits = F.linear(last.to(self.lm_head_VD.dtype), self.lm_head_VD, self.bias_V)
+        return self._capped(F.linear(last.to(self.lm_head_VD.dtype), self.lm_head_VD, self.bias_V))
+
+    def read(self, output: Tensor) -> Tensor:
+        """The same from a draft's states, a few rows at a time: through a copy that is laid out for that."""
+        return self._capped(self._linear(output.to(self.lm_head_VD.dtype)))
+
+    @cached_property
+    def _linear(self) -> nn.Linear:
+        return packed_linear(self.lm_head_VD, self.bias_V)
+
+    def _capped(self, logits: Tensor) -> Tensor:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 

@@ -129,7 +129,7 @@ class MTPHead(RecurrentHead):
 
     def logits(self, output: Tensor) -> Tensor:
         """By the target's own projection."""
-        return self._draftable[0].logits(output)
+        return self._draftable[0].read(output)
 
 
 def _scale_between_layers(target: FrozenTarget) -> Tensor:

@@ -151,7 +151,7 @@ class StackedHead(DraftHead):
     def logits(self, level: int, hidden: Tensor) -> Tensor:
         """The draft's logits [..., W] at a depth (from 0) from what its stack gave [..., D]."""
         if self.shared:
-            return self._draftable[0].logits(hidden)
+            return self._draftable[0].read(hidden)
         logits: Tensor = self.lm_heads[level](hidden)
         return logits
 
