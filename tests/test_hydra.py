@@ -17,7 +17,7 @@ from tests.drafting_cases import PROMPTS, Watch, begun, check_rejection_leaves_n
 from tests.recurrent_cases import documents
 from tests.tiny import features_of, load_tiny
 
-STATIC = tree_of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0]])
+STATIC = tree_of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0]])
 TREES = {"chain": None, "static": STATIC, "dynamic": DynamicTree(top_k=3, nodes=9)}
 KINDS = {"plain": {}, "own": {"projection": "own", "blocks": 2}, "prefix": {"prefix_attention": True}}
 
