@@ -242,7 +242,9 @@ class TargetWeights:
     softcap: float | None = None
 
     def over(self, ids_W: Tensor) -> TargetWeights:
-        """The same with the rows of the projection that belong to these tokens."""
+        """The same with the rows of the projection that belong to these tokens, ascending."""
+        if len(ids_W) == len(self.lm_head_VD):
+            return self
         ids_W = ids_W.to(self.lm_head_VD.device)
         bias_W = None if self.bias_V is None else self.bias_V[ids_W]
         return TargetWeights(self.embedding_VD, self.lm_head_VD[ids_W], bias_W, self.softcap)
@@ -307,6 +309,13 @@ class DraftHead(nn.Module, ABC):
     def forward(self, features: TargetFeatures) -> LossSums:
         """The training loss; `forward` so that distributed wrappers see the call."""
         return self.loss(features)
+
+    @classmethod
+    def sizes_of(cls, target: FrozenTarget) -> Any:
+        """What the constructor is told of a target as `sizes`: those of its layers."""
+        from heads.layers import BlockSizes  # builds on the values of this module
+
+        return BlockSizes.of(target.config, target.vocab_size)
 
     @abstractmethod
     def initialise(self, target: FrozenTarget) -> None:

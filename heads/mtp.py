@@ -65,7 +65,7 @@ class MTPHead(RecurrentHead):
 
     def attach(self, target: TargetWeights) -> None:
         super().attach(target)
-        self._draftable = [target if self.vocab.full else target.over(self.vocab.ids_W)]
+        self._draftable = [target.over(self.vocab.ids_W)]
 
     @torch.no_grad()
     def initialise(self, target: FrozenTarget) -> None:

@@ -111,7 +111,7 @@ class StackedHead(DraftHead):
     def attach(self, target: TargetWeights) -> None:
         super().attach(target)
         # The target's logits over the draft vocabulary need these rows only.
-        self._draftable = [target if self.vocab.full else target.over(self.vocab.ids_W)]
+        self._draftable = [target.over(self.vocab.ids_W)]
 
     @torch.no_grad()
     def initialise(self, target: FrozenTarget) -> None:

@@ -120,7 +120,7 @@ def test_every_head_has_a_row_with_all_its_numbers(compared: dict[str, Any]) -> 
         for value in (row["alpha"], row["tokens_per_round"], row["tree"]["tokens_per_round"]):
             assert value["low"] <= value["value"] <= value["high"]
         assert 0 < row["draft_cost"]["value"] < 5 and row["speedup"]["value"] > 0
-        assert row["parameters"] > 1000 and row["seconds"] > 0
+        assert row["parameters"] > 1000 and row["seconds"] >= 0
     assert rows["eagle3"]["tokens"] == rows["medusa"]["tokens"] > 100, "they have not seen as much"
     assert "c: " in compared["definitions"]["draft_cost"]
     text = to_markdown(compared)

@@ -30,7 +30,7 @@ from training.step import GradientStep
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 32
+COUNT = 33
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -329,6 +329,7 @@ HEAD = {
     "hydra_mlp": STACKED | {"prefix_attention": ["head.prefix_attention=true"]},
     "medusa": STACKED,
     "mtp": EVERY_HEAD | {"final_norm": ["head.final_norm=true"]},
+    "mtp_native": EVERY_HEAD | {"norm_output": ["head.norm_output=false"], "zero_first": ["head.zero_first=true"]},
 }
 HEAD_BASE = {"eta": ["head.loss=lk_lambda"]}
 STACKED_BASE = HEAD_BASE | {"from_target": ["head.projection=own"]}
