@@ -19,7 +19,7 @@ from torch import Tensor
 from heads.artifact import UserError, write_atomic, write_json
 
 # A tenth of the base, as where it is lost, moved no draft in 200 rounds of short texts; the check of an export's
-# configuration against its head (heads.export.vllm.check_export) sees any change.
+# configuration against its head (heads.export.folder.check_export) sees any change.
 ROPE_FACTOR = 10_000
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]

@@ -154,10 +154,10 @@ def build_head(cfg: DictConfig, target: FrozenTarget, vocab: DraftVocabulary) ->
 def servable_head(cfg: DictConfig) -> DraftHead:
     """The trained head, attached to its target where the server's folder holds weights of the target too."""
     from heads.checkpoint import class_path, load_head
-    from heads.export.vllm import layout_of
+    from heads.export.folder import format_of
 
     head = load_head(cfg.head_dir)
-    if layout_of(class_path(head)).lends:
+    if format_of(str(cfg.export.layout)).layout_of(class_path(head)).lends:
         head = load_head(cfg.head_dir, target=(target := load_target(cfg)))
         head.attach(target.weights)
     return head

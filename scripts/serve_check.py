@@ -43,8 +43,8 @@ def run(cfg: DictConfig) -> bool:
     from eval.damage import CONTROLS, damage
     from eval.server import check_interpreter
     from eval.server_check import check, overview, to_lines
-    from heads.artifact import MANIFEST, write_manifest
-    from heads.export.vllm import check_export
+    from heads.artifact import MANIFEST, UserError, write_manifest
+    from heads.export.folder import check_export
     from scripts import pipeline
     from scripts.prompts import some_requests
 
@@ -58,6 +58,8 @@ def run(cfg: DictConfig) -> bool:
     head = servable_head(cfg)
     head.check_depth(cfg.gamma, "gamma")
     manifest = check_export(export, head=head)
+    if manifest["server"] != "vllm":
+        raise UserError(f"{export} was exported for {manifest['server']}, not for vLLM; export it with export=vllm.")
     requests = some_requests(cfg, cfg.requests, "requests", least=LEAST)
     print(f"serve     {export} in vLLM: {len(requests)} held-out prompts, γ = {cfg.gamma}", flush=True)
     drafts = {"head": damage(export, cfg.damage, folder / "damaged") if cfg.damage else export}

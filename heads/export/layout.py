@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor
 
-from heads.artifact import MANIFEST, UserError
-from heads.base import DraftHead
+from heads.artifact import UserError
+from heads.base import DraftHead, TargetWeights
 from heads.checkpoint import check_finite
+from heads.export.weights import TENSORS, read_tensors
 from heads.vocab import DraftVocabulary
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-CONFIG, TENSORS, CARD = "config.json", "model.safetensors", "README.md"
-FILES = (CONFIG, TENSORS, CARD)
+CONFIG = "config.json"
 
 # Keys of the configuration that are the block's sizes under their own names.
 SIZES = (
@@ -47,14 +46,46 @@ BLOCK = (
 )
 
 
+@dataclass(frozen=True)
+class OfTarget:
+    """What is known of the target when a folder is read. sizes: those of its layers (heads.layers.BlockSizes); weights:
+    to compare with what the folder has of them; say: is told what the folder leaves open."""
+
+    sizes: Mapping[str, Any] | None = None
+    weights: TargetWeights | None = None
+    say: Callable[[str], None] = lambda text: None
+
+    @property
+    def num_layers(self) -> int:
+        """Raises UserError when the target is not known."""
+        if self.sizes is None:
+            raise UserError("The folder does not say how many layers its target has; give the target too.")
+        return int(self.sizes["num_target_layers"])
+
+    def check_same(self, name: str, tensor: Tensor, of: str) -> None:
+        """Raises UserError unless a tensor is the target's own: its embedding or its projection."""
+        if self.weights is None:
+            raise UserError(f"The weight {name} should be the target's own {of}; give the target, to compare them.")
+        own = self.weights.embedding_VD if of == "embedding" else self.weights.lm_head_VD
+        if not torch.equal(tensor, own.to("cpu", tensor.dtype)):
+            raise UserError(
+                f"The weight {name} is not the target's own {of}: it is of another target or was never loaded; export "
+                f"the head again, attached to its target."
+            )
+
+
 class Layout(ABC):
-    """title: as sentences name it; head: the class path of the heads it takes; method: the server's own word for it;
-    lends: whether tensors of the target are written too, so that the head must be attached to it."""
+    """title: as sentences name it; reader: who reads it; head: the class path of the heads it takes; method: the
+    reader's own word for it; lends: whether tensors of the target are written too, so that the head must be attached
+    to it; file: of the weights; dtype_key: under which the configuration says the number format."""
 
     title: str
+    reader = "vLLM"
     head: str
     method: str
     lends = False
+    file = TENSORS
+    dtype_key = "dtype"
 
     @abstractmethod
     def fits(self, config: Mapping[str, Any]) -> bool:
@@ -65,12 +96,16 @@ class Layout(ABC):
         """Our name to the server's of every weight that a head with these arguments has."""
 
     @abstractmethod
-    def settings(self, arguments: Mapping[str, Any], vocab: DraftVocabulary) -> dict[str, Any]:
+    def settings(self, arguments: Mapping[str, Any], vocab: DraftVocabulary, target_path: str) -> dict[str, Any]:
         """config.json without the number format."""
 
     @abstractmethod
-    def arguments(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Any]:
+    def arguments(self, config: Mapping[str, Any], of_target: OfTarget) -> dict[str, Any]:
         """The constructor arguments that a folder of this layout says; the rest is training's affair."""
+
+    def completed(self, config: Mapping[str, Any], of_target: OfTarget) -> dict[str, Any]:
+        """A configuration in this layout's plainest form: with what may be left out or said otherwise."""
+        return dict(config)
 
     def plain_name(self, name: str) -> str:
         """The one spelling of a weight's name, where the server accepts several."""
@@ -84,20 +119,22 @@ class Layout(ABC):
         """What the server wants beside the head's own weights."""
         return {}
 
-    def taken(self, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> DraftVocabulary:
+    def taken(self, tensors: dict[str, Tensor], config: dict[str, Any], of_target: OfTarget) -> DraftVocabulary:
         """Takes what is not a weight of the head out of `tensors`; returns the draft vocabulary."""
+        wanted(config, "vocab_size")
         return DraftVocabulary.identity(int(config["vocab_size"]))
 
     def check(self, head: DraftHead) -> None:
         """Raises UserError where the server would serve something else than was trained."""
         if not head.vocab.full:
             raise UserError(
-                f"The server drafts with an {self.title} head from the whole vocabulary, but this head was trained on "
-                f"{len(head.vocab.ids_W):,} of {head.vocab.size:,} tokens; train it with head.draft_vocab_size=null."
+                f"{self.reader} drafts with an {self.title} head from the whole vocabulary, but this head was "
+                f"trained on {len(head.vocab.ids_W):,} of {head.vocab.size:,} tokens; train it with "
+                f"head.draft_vocab_size=null."
             )
 
     def target_overrides(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """What the server must be told about the target's own configuration."""
+        """What the server's command must say beside the folder: to vLLM about the target's own configuration."""
         return {}
 
     def facts(self, arguments: Mapping[str, Any], vocab: DraftVocabulary) -> dict[str, str]:
@@ -106,7 +143,7 @@ class Layout(ABC):
 
     # ---- there ----------------------------------------------------------------------------------------------------
 
-    def write(self, head: DraftHead, dtype: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def write(self, head: DraftHead, dtype: str, target_path: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The configuration and the tensors of a head as the server names them. UserError where they would be wrong."""
         if dtype not in DTYPES:
             raise UserError(f"export.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
@@ -120,7 +157,7 @@ class Layout(ABC):
         for name, tensor in self.added(head).items():
             tensors[name] = (tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor).cpu().contiguous()
         check_finite({name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()})
-        return {**self.settings(head.arguments, head.vocab), "dtype": dtype}, tensors
+        return {**self.settings(head.arguments, head.vocab, target_path), self.dtype_key: dtype}, tensors
 
     def check_names(self, tensors: Mapping[str, Tensor], known: Mapping[str, str]) -> None:
         """Raises UserError on a weight that is missing and on one that has no place."""
@@ -130,22 +167,41 @@ class Layout(ABC):
             )
         if unknown := [name for name in tensors if name not in known]:
             raise UserError(
-                f"The weight {unknown[0]} has no place in vLLM's {self.title} layout; the server would not use it."
+                f"The weight {unknown[0]} has no place in {self.reader}'s {self.title} layout; it would not be used."
             )
 
     # ---- and back -------------------------------------------------------------------------------------------------
 
     def read(
-        self, folder: Path, config: Mapping[str, Any], own: Mapping[str, Any], num_layers: int
+        self, folder: Path, config: Mapping[str, Any], own: Mapping[str, Any], of_target: OfTarget
     ) -> tuple[dict[str, Any], DraftVocabulary, dict[str, Tensor]]:
-        """Constructor arguments, draft vocabulary and weights; own: the arguments that our own export remembers."""
-        tensors = {self.plain_name(name): tensor for name, tensor in read_tensors(folder / TENSORS).items()}
-        vocab = self.taken(tensors, config)
-        arguments = {**own, **self.arguments(config, tensors, num_layers)}
+        """Constructor arguments, draft vocabulary and weights; own: the arguments that our own export remembers, which
+        the configuration must not contradict."""
+        tensors = {self.plain_name(name): tensor for name, tensor in read_tensors(folder).items()}
+        completed = self.completed(config, of_target)
+        vocab = self.taken(tensors, completed, of_target)
+        found = self.arguments(completed, of_target)
+        if changed := [name for name, value in found.items() if own and own.get(name) != value]:
+            name = changed[0]
+            raise UserError(
+                f"{folder / CONFIG} says {name}={found[name]}, but the head that was exported has {own.get(name)}; "
+                f"export it again."
+            )
+        arguments = {**own, **found}
         ours = {theirs: name for name, theirs in self.names(arguments).items()}
         self.check_names(tensors, ours)
         state = {ours[name]: self.turned(ours[name], tensor, arguments) for name, tensor in tensors.items()}
         return arguments, vocab, state
+
+    def llama_settings(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The sizes as a Llama configuration says them. UserError on an activation that the servers have not."""
+        sizes = arguments["sizes"]
+        if sizes["hidden_act"] != "silu":
+            raise UserError(
+                f"{self.reader}'s {self.title} block has silu only, not {sizes['hidden_act']}; train the head "
+                f"with silu."
+            )
+        return {key: sizes[key] for key in SIZES}
 
 
 def block_names(ours: str, theirs: str) -> dict[str, str]:
@@ -153,10 +209,30 @@ def block_names(ours: str, theirs: str) -> dict[str, str]:
     return {f"{ours}{part}.weight": f"{theirs}{part}.weight" for part in BLOCK}
 
 
-def sizes_of(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The sizes of a block out of a configuration. Raises UserError where one is missing."""
+def llama_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A Llama configuration with the sizes that may be left out, and rotary embeddings in today's form."""
+    told = dict(config)
+    if "rope_parameters" not in told and "rope_theta" in told:
+        scaling = dict(told.get("rope_scaling") or {})
+        old = scaling.pop("type", "default")
+        kind = scaling.pop("rope_type", old)
+        told["rope_parameters"] = {"rope_type": kind, **scaling, "rope_theta": told["rope_theta"]}
+    if told.get("head_dim") is None and {"hidden_size", "num_attention_heads"} <= told.keys():
+        told["head_dim"] = told["hidden_size"] // told["num_attention_heads"]
+    return {"hidden_act": "silu", **told}
+
+
+def sizes_of(config: Mapping[str, Any], of_target: OfTarget) -> dict[str, Any]:
+    """The sizes of a block out of a configuration. Raises UserError where one is missing or cannot be the target's."""
     wanted(config, *SIZES)
-    return {**{key: config[key] for key in SIZES}, "num_target_layers": num_layers}
+    sizes = {**{key: config[key] for key in SIZES}, "num_target_layers": of_target.num_layers}
+    for key in ("hidden_size", "vocab_size"):
+        if of_target.sizes is not None and sizes[key] != of_target.sizes[key]:
+            raise UserError(
+                f"The head's {key} is {sizes[key]}, the target's is {of_target.sizes[key]}; give the target that the "
+                f"head was trained for."
+            )
+    return sizes
 
 
 def wanted(config: Mapping[str, Any], *keys: str) -> None:
@@ -165,34 +241,12 @@ def wanted(config: Mapping[str, Any], *keys: str) -> None:
         raise UserError(f"The configuration lacks {missing[0]}; add it as the head was trained.")
 
 
-def llama_settings(arguments: Mapping[str, Any], title: str) -> dict[str, Any]:
-    """The sizes as a Llama configuration says them. Raises UserError on an activation that the servers have not."""
-    sizes = arguments["sizes"]
-    if sizes["hidden_act"] != "silu":
-        raise UserError(f"vLLM's {title} block has silu only, not {sizes['hidden_act']}; train the head with silu.")
-    return {key: sizes[key] for key in SIZES}
-
-
 def check_weights(state: Mapping[str, Tensor]) -> None:
     """Raises UserError on a weight that is not finite, or zero throughout."""
     check_finite(state)
     for name, tensor in state.items():
         if not tensor.any():
             raise UserError(f"The weight {name} is zero throughout: it was neither loaded nor trained; train the head.")
-
-
-def to_bytes(tensors: dict[str, Tensor]) -> bytes:
-    """The file of weights."""
-    return save(tensors, metadata={"format": "pt"})
-
-
-def check_free(folder: Path) -> None:
-    """Raises UserError where an export would be written among files that are not its own."""
-    known = {*FILES, MANIFEST}
-    strangers = sorted(path.name for path in folder.iterdir() if path.name not in known) if folder.is_dir() else []
-    strangers = [name for name in strangers if not name.endswith(".tmp")]
-    if strangers:
-        raise UserError(f"{folder} holds {strangers[0]}, which is not part of an export; give an empty folder.")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -204,13 +258,3 @@ def read_config(folder: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text()))
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); download or export it again.") from error
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The weights of a folder. Raises UserError when they are not there or not whole."""
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; give a folder in a server's layout.")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} is not a whole safetensors file ({error}); download or export it again.") from error

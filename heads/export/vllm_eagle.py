@@ -11,7 +11,8 @@ from torch import Tensor
 
 from heads.artifact import UserError
 from heads.base import DraftHead
-from heads.export.layout import SIZES, Layout, block_names, llama_settings, sizes_of, wanted
+from heads.eagle3 import default_taps
+from heads.export.layout import SIZES, Layout, OfTarget, block_names, llama_sizes, sizes_of, wanted
 from heads.vocab import DraftVocabulary
 
 FLAGS = ("norm_before_residual", "fc_norm", "norm_output")
@@ -21,6 +22,7 @@ ARCHITECTURES = {
     False: {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"},
     True: {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"},
 }
+EMBEDDING = "embed_tokens.weight"
 
 
 class EagleLayout(Layout):
@@ -29,29 +31,41 @@ class EagleLayout(Layout):
     title, head, method = "EAGLE-1", "heads.eagle.EagleHead", "eagle"
 
     def fits(self, config: Mapping[str, Any]) -> bool:
-        return config.get("architectures") == ["LlamaForCausalLM"] and config.get("num_hidden_layers") == 1
+        one = config.get("num_hidden_layers") == 1 and "draft_vocab_size" not in config
+        return one and config.get("architectures") == ["LlamaForCausalLM"]
+
+    def completed(self, config: Mapping[str, Any], of_target: OfTarget) -> dict[str, Any]:
+        return llama_sizes(config)
+
+    def taken(self, tensors: dict[str, Tensor], config: dict[str, Any], of_target: OfTarget) -> DraftVocabulary:
+        """A copy of the target's embeddings is in many repositories, and a bias of zeros in some."""
+        take_embedding(tensors, of_target)
+        if "fc.bias" in tensors and tensors.pop("fc.bias").any():
+            raise UserError("The weight fc.bias is a bias that this kind of head, and vLLM, has no place for.")
+        return super().taken(tensors, config, of_target)
 
     def names(self, arguments: Mapping[str, Any]) -> dict[str, str]:
         return {"fc.weight": "fc.weight", **block_names("layer.", "layers.0.")}
 
-    def settings(self, arguments: Mapping[str, Any], vocab: DraftVocabulary) -> dict[str, Any]:
+    def settings(self, arguments: Mapping[str, Any], vocab: DraftVocabulary, target_path: str) -> dict[str, Any]:
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "num_hidden_layers": 1,
-            **llama_settings(arguments, self.title),
+            **self.llama_settings(arguments),
             "attention_bias": False,
             "mlp_bias": False,
         }
 
-    def arguments(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Any]:
-        return {"sizes": sizes_of(config, num_layers)}
+    def arguments(self, config: Mapping[str, Any], of_target: OfTarget) -> dict[str, Any]:
+        return {"sizes": sizes_of(config, of_target)}
 
 
 class Eagle3Layout(Layout):
     """EAGLE-3 and 3.1: own final norm, own projection to the draft vocabulary, which is stored as offsets."""
 
     title, head, method = "EAGLE-3", "heads.eagle3.Eagle3Head", "eagle3"
+    nested_from = 0  # what turns an id in eagle_config into a boundary
 
     def fits(self, config: Mapping[str, Any]) -> bool:
         return any(config.get("architectures") == kind["architectures"] for kind in ARCHITECTURES.values())
@@ -70,12 +84,12 @@ class Eagle3Layout(Layout):
             "lm_head.weight": "lm_head.weight",
         }
 
-    def settings(self, arguments: Mapping[str, Any], vocab: DraftVocabulary) -> dict[str, Any]:
+    def settings(self, arguments: Mapping[str, Any], vocab: DraftVocabulary, target_path: str) -> dict[str, Any]:
         taps = list(arguments["taps"])
         return {
             **ARCHITECTURES[arguments["qk_norm"]],
             "num_hidden_layers": 1,
-            **llama_settings(arguments, self.title),
+            **self.llama_settings(arguments),
             "draft_vocab_size": len(vocab.ids_W),
             "tie_word_embeddings": False,
             "attention_bias": False,
@@ -86,9 +100,20 @@ class Eagle3Layout(Layout):
             **{flag: arguments[flag] for flag in FLAGS},
         }
 
-    def arguments(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Any]:
+    def completed(self, config: Mapping[str, Any], of_target: OfTarget) -> dict[str, Any]:
+        """The taps at the top, as boundaries; where none are given those that servers take then, said aloud."""
+        told = llama_sizes(config)
+        nested = dict(told.get("eagle_config") or {})
+        if TAPS not in told and TAPS in nested:
+            told[TAPS] = [tap + self.nested_from for tap in nested[TAPS]]
+        if TAPS not in told:
+            told[TAPS] = list(default_taps(of_target.num_layers))
+            of_target.say(f"it does not say which boundaries it taps; servers then take {told[TAPS]}, and so does this")
+        return told
+
+    def arguments(self, config: Mapping[str, Any], of_target: OfTarget) -> dict[str, Any]:
         return {
-            "sizes": sizes_of(config, num_layers),
+            "sizes": sizes_of(config, of_target),
             "taps": list(config[TAPS]),
             **{flag: bool(config.get(flag, False)) for flag in FLAGS},
             "qk_norm": config["architectures"] == ARCHITECTURES[True]["architectures"],
@@ -119,12 +144,16 @@ class Eagle3Layout(Layout):
         if len(ids) != rows:
             raise UserError(f"The draft vocabulary has {len(ids)} tokens but lm_head has {rows} rows; train again.")
 
-    def taken(self, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> DraftVocabulary:
-        """The draft vocabulary out of the offsets."""
+    def taken(self, tensors: dict[str, Tensor], config: dict[str, Any], of_target: OfTarget) -> DraftVocabulary:
+        """The draft vocabulary out of the offsets. A projection that is left out is the target's own."""
         mappings = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
         wanted(config, *SIZES, "draft_vocab_size", TAPS)
+        take_embedding(tensors, of_target)
         size, draft_size = int(config["vocab_size"]), int(config["draft_vocab_size"])
         if draft_size == size:
+            if "lm_head.weight" not in tensors and of_target.weights is not None:
+                tensors["lm_head.weight"] = of_target.weights.lm_head_VD.detach().cpu().to(tensors["fc.weight"].dtype)
+                of_target.say("it has no lm_head; servers then take the target's, and so does this")
             return DraftVocabulary.identity(size)
         if "d2t" not in mappings:
             raise UserError(
@@ -146,3 +175,9 @@ class Eagle3Layout(Layout):
     def facts(self, arguments: Mapping[str, Any], vocab: DraftVocabulary) -> dict[str, str]:
         taps = str(list(arguments["taps"]))
         return {"tapped boundaries (id k: after k layers)": taps, **super().facts(arguments, vocab)}
+
+
+def take_embedding(tensors: dict[str, Tensor], of_target: OfTarget) -> None:
+    """Takes a copy of the target's embeddings away. Raises UserError when it is none."""
+    if EMBEDDING in tensors:
+        of_target.check_same(EMBEDDING, tensors.pop(EMBEDDING), "embedding")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from heads.artifact import UserError
 from heads.base import DraftHead
-from heads.export.layout import Layout, block_names, llama_settings, sizes_of
+from heads.export.layout import Layout, OfTarget, block_names, llama_sizes, sizes_of
 from heads.vocab import DraftVocabulary
 
 _BIAS = "model.mtp_layers.0.self_attn.{}_proj.bias"
@@ -42,7 +42,7 @@ class MTPLayout(Layout):
             own["input_layernorm.weight"] = f"{place}input_layernorm.weight"
         return {**own, **block_names("layer.", place)}
 
-    def settings(self, arguments: Mapping[str, Any], vocab: DraftVocabulary) -> dict[str, Any]:
+    def settings(self, arguments: Mapping[str, Any], vocab: DraftVocabulary, target_path: str) -> dict[str, Any]:
         sizes = arguments["sizes"]
         if arguments["final_norm"]:
             kind: dict[str, Any] = {"architectures": _MIMO, "model_type": "qwen2"}
@@ -57,11 +57,14 @@ class MTPLayout(Layout):
             **kind,
             "num_hidden_layers": sizes["num_target_layers"],
             "num_nextn_predict_layers": 1,
-            **llama_settings(arguments, self.title),
+            **self.llama_settings(arguments),
         }
 
-    def arguments(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Any]:
-        return {"sizes": sizes_of(config, num_layers), "final_norm": config["architectures"] == _MIMO}
+    def completed(self, config: Mapping[str, Any], of_target: OfTarget) -> dict[str, Any]:
+        return llama_sizes(config)
+
+    def arguments(self, config: Mapping[str, Any], of_target: OfTarget) -> dict[str, Any]:
+        return {"sizes": sizes_of(config, of_target), "final_norm": config["architectures"] == _MIMO}
 
     def turned(self, name: str, tensor: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """MiMo's projection reads the hidden state first, ours and ERNIE's the embedding."""
@@ -77,11 +80,11 @@ class MTPLayout(Layout):
         state = head.state_dict()
         return {_BIAS.format(name): torch.zeros(len(state[f"layer.self_attn.{name}_proj.weight"])) for name in "qkv"}
 
-    def taken(self, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> DraftVocabulary:
+    def taken(self, tensors: dict[str, Tensor], config: dict[str, Any], of_target: OfTarget) -> DraftVocabulary:
         for name in (_BIAS.format(name) for name in "qkv"):
             if name in tensors and tensors.pop(name).any():
                 raise UserError(f"The weight {name} is a bias that this kind of head has no place for.")
-        return super().taken(tensors, config)
+        return super().taken(tensors, config, of_target)
 
     def target_overrides(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """There is a module, and how many layers it comes after (read where the target lists kinds of layers)."""

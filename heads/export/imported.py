@@ -1,0 +1,62 @@
+"""The way back: a folder in one of the layouts, ours or somebody else's, to a head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from heads.artifact import MANIFEST, UserError, read_manifest
+from heads.base import DraftHead
+from heads.checkpoint import build_head, fill
+from heads.eagle3 import default_taps
+from heads.export.folder import FORMATS, format_of
+from heads.export.format import Format
+from heads.export.layout import CONFIG, OfTarget, read_config
+from heads.export.vllm_eagle import TAPS
+
+
+def import_head(folder: str | Path, *, layout: str | None = None, of_target: OfTarget | None = None) -> DraftHead:
+    """The head in a folder that `export_head` wrote, or somebody else in one of the layouts, in eval mode.
+
+    layout: one of FORMATS, or None: found out; of_target: what the folder need not say. Loss, decay and depth are
+    training's affair and come back only from our own exports. Raises UserError when something is missing, unknown, or
+    contradicts the target or the manifest.
+    """
+    folder, of_target = Path(folder), of_target or OfTarget()
+    config = read_config(folder)
+    manifest = read_manifest(folder, "export") if (folder / MANIFEST).is_file() else {}
+    own = manifest["head"]["arguments"] if manifest else {}
+    if of_target.sizes is None and "sizes" in own:
+        of_target = OfTarget(own["sizes"], of_target.weights, of_target.say)
+    formats = [format_of(layout or manifest["layout"])] if layout or manifest else likely(config, of_target)
+    fitting = [kind for how in formats for kind in how.layouts if kind.fits(config)]
+    if not fitting:
+        kinds = ", ".join(sorted({kind.title for how in formats for kind in how.layouts}))
+        raise UserError(
+            f"{folder / CONFIG} is of the architecture {config.get('architectures')}; give a head in a layout for "
+            f"{kinds}."
+        )
+    arguments, vocab, state = fitting[0].read(folder, config, own, of_target)
+    head = build_head(fitting[0].head, arguments, vocab, source=str(folder))
+    fill(head, state, source=str(folder))
+    return head.eval()
+
+
+def likely(config: Mapping[str, Any], of_target: OfTarget) -> list[Format]:
+    """All formats, the likeliest first. Taps in eagle_config are boundaries to vLLM and outputs of layers, one less, to
+    SGLang and most trainers: UserError where the target does not tell which."""
+    taps = dict(config.get("eagle_config") or {}).get(TAPS)
+    formats = list(FORMATS.values())
+    if taps is None or TAPS in config:
+        return formats
+    ours = list(default_taps(of_target.num_layers))
+    if list(taps) == ours:
+        return formats
+    if [tap + 1 for tap in taps] != ours:
+        raise UserError(
+            f"The taps {taps} in eagle_config are boundaries to vLLM and outputs of layers, one less, to SGLang, and "
+            f"here neither is the usual choice; say what the head was trained for: layout=vllm or layout=sglang."
+        )
+    of_target.say(f"its taps {taps} are outputs of layers, as SGLang counts them: the boundaries {ours}")
+    return [FORMATS["sglang"], *(how for how in formats if how.name != "sglang")]

@@ -1,0 +1,74 @@
+"""The weights of a folder as files: safetensors, in parts where they are large, and the pickles of older repositories.
+
+Pickles are read with nothing but tensors allowed in them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from heads.artifact import UserError
+
+TENSORS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, MEDUSA = "pytorch_model.bin", "medusa_lm_head.pt"
+LARGEST = 5 * 10**9  # bytes of one file, as everywhere on the Hub
+# Where weights are looked for, in this order.
+NAMES = (INDEX, TENSORS, "medusa_lm_head.safetensors", PICKLED, MEDUSA)
+
+
+def to_files(tensors: dict[str, Tensor], name: str, *, largest: int = LARGEST) -> Iterator[tuple[str, bytes]]:
+    """The files of weights by their names: `name`, or its parts and their index where it would be too large."""
+    if not name.endswith(".safetensors"):
+        memory = io.BytesIO()
+        # A view would be saved with all that it is a view of.
+        torch.save({one: tensor.clone() for one, tensor in tensors.items()}, memory)
+        yield name, memory.getvalue()
+        return
+    pattern = name.replace(".safetensors", "{suffix}.safetensors")
+    plan = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=largest)
+    for part, names in plan.filename_to_tensors.items():
+        yield part, save({one: tensors[one] for one in names}, metadata={"format": "pt"})
+    if plan.is_sharded:
+        yield INDEX, json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2).encode()
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The weights of a folder. Raises UserError when they are not there or not whole."""
+    found = [name for name in NAMES if (folder / name).is_file()]
+    if not found:
+        raise UserError(f"{folder} holds no weights (none of {', '.join(NAMES)}); give a folder in a server's layout.")
+    if found[0] != INDEX:
+        return _read(folder / found[0])
+    index = json.loads((folder / INDEX).read_text())["weight_map"]
+    tensors: dict[str, Tensor] = {}
+    for part in sorted(set(index.values())):
+        tensors |= _read(folder / part)
+    if tensors.keys() != index.keys():
+        odd = min(tensors.keys() ^ index.keys())
+        raise UserError(f"The parts of {folder} and their index differ in {odd}; download or export it again.")
+    return tensors
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise UserError(f"{path} does not exist though its index names it; download or export it again.")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "it ends too early"
+        raise UserError(f"{path} is not a whole file of weights ({reason}); download or export it again.") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise UserError(f"{path} holds something else than named weights; give a folder in a server's layout.")
+    return tensors
