@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # torch and transformers take seconds; a first line of output
 USER_ERROR = 2
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 INTERRUPTED = 130
+# Arguments of a head that say how it is trained, not what it is.
+_OF_TRAINING = ("depth", "loss", "decay", "eta", "feature_weight", "token_weight", "noise")
 
 
 def script(
@@ -137,18 +139,43 @@ def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
     return FrozenTarget.load(options.pop("path"), **(options | ({"dtype": dtype} if dtype else {})))
 
 
-def build_head(cfg: DictConfig, target: FrozenTarget, vocab: DraftVocabulary) -> DraftHead:
-    """The head of the config, sized for the target, attached to it and with its starting weights."""
+def build_head(
+    cfg: DictConfig, target: FrozenTarget, vocab: DraftVocabulary, donor: DraftHead | None = None
+) -> DraftHead:
+    """The head of the config, sized for the target, attached to it and with its starting weights: those of `donor`,
+    whose draft vocabulary is then `vocab`, or what head.from_target says."""
     import torch
 
     torch.manual_seed(cfg.seed)
     made = _head_class(cfg)
-    head = made(sizes=made.func.sizes_of(target), vocab=vocab)
+    head = made(sizes=donor.arguments["sizes"] if donor else made.func.sizes_of(target), vocab=vocab)
     head.to(target.device)
-    if cfg.head.from_target:
+    if donor is not None:
+        _continue_from(head, donor)
+    elif cfg.head.from_target:
         head.initialise(target)
     head.attach(target.weights)
     return head
+
+
+def _continue_from(head: DraftHead, donor: DraftHead) -> None:
+    """Take over the weights of another head. UserError unless it is of the same kind and shape."""
+    from heads.artifact import UserError
+    from heads.checkpoint import class_path, fill
+
+    if class_path(head) != class_path(donor):
+        raise UserError(
+            f"train.init_from is a head of the kind {class_path(donor)}, but head={class_path(head)} was asked for; "
+            f"choose the head= of its kind."
+        )
+    for name, value in head.arguments.items():
+        if name not in _OF_TRAINING and donor.arguments[name] != value:
+            raise UserError(
+                f"train.init_from is a head with {name}={donor.arguments[name]}, but head.{name}={value} was asked "
+                f"for; set head.{name}={donor.arguments[name]}."
+            )
+    own = head.state_dict()
+    fill(head, {name: tensor.to(own[name]) for name, tensor in donor.state_dict().items()}, source="train.init_from")
 
 
 def servable_head(cfg: DictConfig) -> DraftHead:

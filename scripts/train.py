@@ -19,6 +19,8 @@ from scripts.common import build_head, load_target, script
 from scripts.settings import build, plain, train_settings
 
 if TYPE_CHECKING:
+    from heads.base import DraftHead
+    from heads.target import FrozenTarget
     from heads.vocab import DraftVocabulary
     from training.store import FeatureStore
 
@@ -40,8 +42,9 @@ def run(cfg: DictConfig) -> None:
             f"{features} was collected from the target {store.manifest['target']['name']}, not from "
             f"{cfg.target.path}; collect again under another name=."
         )
-    vocab = choose_vocab(cfg, store, target)
-    head = build_head(cfg, target, vocab)
+    donor = donor_of(cfg, target)
+    vocab = choose_vocab(cfg, store, target) if donor is None else donor.vocab
+    head = build_head(cfg, target, vocab, donor)
     store = store.select(head.needs)
     settings = train_settings(cfg)
     head.to(open_accelerator(settings).device)
@@ -57,7 +60,7 @@ def run(cfg: DictConfig) -> None:
         settings,
         folder=folder / "head",
         tracker=build(cfg, "tracking", folder=str(folder / "head")),
-        identity={"features": store.manifest["shards"], "target": target.fingerprint},
+        identity={"features": store.manifest["shards"], "target": target.fingerprint, **origin_of(cfg)},
         stream=sys.stderr,
     )
     if main:
@@ -71,12 +74,27 @@ def run(cfg: DictConfig) -> None:
             "teacher_forced": result.metrics,
             "draft_vocabulary": {"size": len(vocab.ids_W), "coverage_of_train_answers": covered},
             "parameters": parameters,
+            **origin_of(cfg),
         }
         if not is_saved(folder / "head", numbers):
             saved = save_head(head, folder / "head", target_fingerprint=target.fingerprint, extra=numbers)
             body = {**saved, "target": target.fingerprint, **numbers}
             write_manifest(folder / "head", "head", body, config=plain(cfg))
         say(f"          {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s; it is in {folder / 'head'}")
+
+
+def donor_of(cfg: DictConfig, target: FrozenTarget) -> DraftHead | None:
+    """The head of train.init_from, which must be of this target."""
+    from heads.checkpoint import load_head
+
+    return load_head(cfg.train.init_from, target=target) if cfg.train.init_from else None
+
+
+def origin_of(cfg: DictConfig) -> dict[str, str]:
+    """What identifies the head of train.init_from, if there is one."""
+    from heads.checkpoint import read_facts
+
+    return {"init_from": str(read_facts(cfg.train.init_from)["sha256"])} if cfg.train.init_from else {}
 
 
 def is_saved(folder: Path, numbers: Mapping[str, Any]) -> bool:

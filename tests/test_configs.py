@@ -30,7 +30,7 @@ from training.step import GradientStep
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 33
+COUNT = 40
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -101,7 +101,7 @@ def test_comments_name_only_commands_that_compose(file: str) -> None:
     if file.startswith(("traffic/", "experiment/", "bench/", "rival/")):
         assert found, "no command shows how to use it"
     for module, line in found:
-        name = module if module in ("bench", "serve_check", "prove", "compare") else "config"
+        name = module if module in ("bench", "serve_check", "prove", "compare", "import_head") else "config"
         for job in jobs(shlex.split(line)):
             e2e.config(*job, name=name)
 
@@ -221,7 +221,7 @@ def trained(done: e2e.Place, folder: Path, in_folder: Callable, *more: str) -> S
     place = in_folder(done, folder)
     for stage in ("traffic", "features"):
         shutil.copytree(done.run / stage, place.run / stage)
-    train.run(e2e.config(*overrides(place, *more)))
+    train.run(e2e.config(*overrides(place, *(word.replace("HEAD", str(done.run / "head")) for word in more))))
     states = sorted((place.run / "head/checkpoints").glob("step-*/state.json"))
     result = json.loads(states[-1].read_text())["record"]["result"]
     weights = load_file(place.run / "head/head.safetensors")
@@ -236,6 +236,7 @@ def trained(done: e2e.Place, folder: Path, in_folder: Callable, *more: str) -> S
 
 
 TRAIN = {
+    "init_from": (["train.init_from=HEAD"], "losses"),
     "epochs": (["train.max_steps=null", "train.epochs=2"], "steps"),
     "max_steps": (["train.max_steps=3"], "steps"),
     "global_batch_tokens": (["train.global_batch_tokens=64"], "tokens"),
