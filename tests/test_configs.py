@@ -329,7 +329,7 @@ HEAD = {
     },
     "hydra_mlp": STACKED | {"prefix_attention": ["head.prefix_attention=true"]},
     "medusa": STACKED,
-    "mtp": EVERY_HEAD | {"final_norm": ["head.final_norm=true"]},
+    "mtp": EVERY_HEAD | {"final_norm": ["head.final_norm=false"]},
     "mtp_native": EVERY_HEAD | {"norm_output": ["head.norm_output=false"], "zero_first": ["head.zero_first=true"]},
 }
 HEAD_BASE = {"eta": ["head.loss=lk_lambda"]}
