@@ -41,8 +41,8 @@ class CostPlan:
     repeats: int = 7
 
     def __post_init__(self) -> None:
-        for name in ("batches", "contexts", "gammas"):
-            values = getattr(self, name)
+        places = {"batches": self.batches, "contexts": self.contexts, "gammas": self.gammas}
+        for name, values in places.items():
             if not values or min(values) < 1 or list(values) != sorted(set(values)):
                 raise UserError(f"bench.{name}={list(values)} must be ascending whole numbers from 1 on, each once.")
         if self.repeats < 3:

@@ -65,12 +65,12 @@ class CostCell:
 
     def round_cost(self, gamma: int) -> float:
         """The cost of a round, from measured points as far as they go, then along the fitted slopes."""
-        points = [(0, 1.0), *((one.gamma, one.total) for one in self.rounds)]
-        deepest, last = points[-1]
-        if gamma > deepest:
+        last = self.rounds[-1]
+        if gamma > last.gamma:
             slope, step, _ = self.fit
-            return last + (slope + step) * (gamma - deepest)
-        return float(np.interp(gamma, *zip(*points, strict=True)))
+            return last.total + (slope + step) * (gamma - last.gamma)
+        gammas, totals = [0, *(one.gamma for one in self.rounds)], [1.0, *(one.total for one in self.rounds)]
+        return float(np.interp(gamma, gammas, totals))
 
     def to_json(self) -> dict[str, Any]:
         slope, step, overhead = self.fit
