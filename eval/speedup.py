@@ -19,6 +19,7 @@ from eval.tally import Estimate, Tally, estimates, numbers, tally, weigh
 from eval.trace import RequestTrace
 from heads.artifact import UserError
 
+TIE = 0.002  # of two draft lengths that differ by less the shorter one: it suffers less when the load grows
 FROM_TRACES = "requests resampled"
 FROM_REPORT = "the report's own intervals, added up over depths"
 
@@ -152,8 +153,13 @@ def expect(costs: Costs, taus: Yield, batch: float, context: float) -> list[Expe
 
 
 def best(costs: Costs, taus: Yield, batch: float, context: float) -> Expectation:
-    """The γ with the most expected tokens per second; of equal ones the smallest."""
-    return max(expect(costs, taus, batch, context), key=lambda row: row.speedup.value or 0.0)
+    """The γ with the most expected tokens per second; of those within `TIE` of it the smallest."""
+    return _best(expect(costs, taus, batch, context))
+
+
+def _best(rows: Sequence[Expectation]) -> Expectation:
+    fastest = max(row.speedup.value or 0.0 for row in rows)
+    return next(row for row in rows if (row.speedup.value or 0.0) >= fastest * (1 - TIE))
 
 
 def advise(
@@ -167,7 +173,7 @@ def advise(
 ) -> Advice:
     """The advice for one load; batches and contexts: of the table, and how far the batch may grow."""
     rows = expect(costs, taus, batch, context)
-    chosen = max(rows, key=lambda row: row.speedup.value or 0.0)
+    chosen = _best(rows)
     notes = costs.reach(batch, context, max(chosen.gamma, 1))
     if chosen.gamma > taus.deepest:
         notes.append(f"acceptance was measured up to γ {taus.deepest}; beyond, its last value is taken to go on")

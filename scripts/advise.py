@@ -74,7 +74,11 @@ def acceptance(
 
     report = read_report(report_path)
     proposer = proposer or report["headline"]["proposer"]
-    wanted: dict[str, Any] = {"proposer": proposer, "dtype": dtype or report["headline"]["dtype"], "temperature": temperature}
+    wanted: dict[str, Any] = {
+        "proposer": proposer,
+        "dtype": dtype or report["headline"]["dtype"],
+        "temperature": temperature,
+    }
     rows = [row for row in find_rows(report, slice="all", **wanted) if row["gamma"] > 0]
     if not rows:
         there = sorted({row["proposer"] for row in report["results"]} - {"none"})

@@ -362,8 +362,8 @@ def beta_truth(shape: tuple[float, float], gamma: int) -> dict[str, np.ndarray]:
 
 
 def test_cluster_intervals_cover_and_binomial_ones_do_not() -> None:
-    """1,000 evaluations of 40 requests that differ: 93–97 % of the intervals hold the truth, and the means hit it; those
-    that take tokens for independent fail."""
+    """1,000 evaluations of 40 requests that differ: 93–97 % of the intervals hold the truth, the means hit it, and
+    intervals that take tokens for independent fail."""
     rng, gamma, shape, runs = np.random.default_rng(7), 4, (6.0, 4.0), 1000
     truth = beta_truth(shape, gamma)
     hits = {name: np.zeros_like(value) for name, value in truth.items()} | {"binomial": np.zeros(1)}
