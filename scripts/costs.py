@@ -24,7 +24,7 @@ def bench_cost(cfg: DictConfig) -> None:
     from eval.cost_table import CostCell, CostTable
     from heads.artifact import provenance, read_manifest, write_json
     from heads.checkpoint import load_head
-    from scripts.evaluate import ready_head
+    from scripts.drafters import ready_head
 
     places = {name: tuple(plain(cfg.bench)[name]) for name in ("batches", "contexts", "gammas")}
     for name, values in places.items():
@@ -80,7 +80,8 @@ def bench_prediction(cfg: DictConfig) -> None:
     from heads.artifact import UserError, provenance, write_json
     from heads.checkpoint import load_head
     from scripts.advise import acceptance
-    from scripts.evaluate import ready_head, some_requests
+    from scripts.drafters import ready_head
+    from scripts.prompts import some_requests
 
     batches, gammas = (plain(cfg.bench)[name] for name in ("batches", "gammas"))
     for name, values in (("batches", batches), ("gammas", gammas)):
