@@ -39,6 +39,8 @@ def run(cfg: DictConfig) -> None:
         raise UserError(f"max_gamma={cfg.max_gamma} must be 1 or more, or null.")
     costs, dtype, longest, batches, contexts = _costs(cfg)
     path = Path(cfg.report)
+    if cfg.gpu is None:
+        _same_head(read_report(path), costs_head=read_costs(Path(cfg.costs)).facts["head"], proposer=cfg.proposer)
     taus = acceptance(
         path,
         dtype=dtype,
@@ -52,6 +54,17 @@ def run(cfg: DictConfig) -> None:
     _show(found)
     write_json(path.parent / "advice.json", {**found.to_json(), "provenance": provenance(plain(cfg))})
     print(f"\nThe same as JSON: {path.parent / 'advice.json'}", flush=True)
+
+
+def _same_head(report: dict[str, Any], costs_head: str, proposer: str | None) -> None:
+    """Raises UserError when the costs are not those of the draft that is advised on."""
+    from heads.artifact import UserError
+
+    head = report["head"] or {}
+    if proposer not in (None, head.get("name")):
+        raise UserError(f"The costs are those of the head {head.get('name')}, not of proposer={proposer}; give gpu=….")
+    if head.get("sha256") != costs_head:
+        raise UserError("The costs were measured with another head than the report's; measure again with bench=cost.")
 
 
 def acceptance(

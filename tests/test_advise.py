@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from scripts import advise, bench
 from tests import e2e
@@ -76,10 +77,10 @@ CHANGES: dict[str, tuple[list[str], Callable[[dict[str, Any]], Any]]] = {
     "max_gamma": (["max_gamma=2"], lambda found: len(found["rows"])),
     "batches": (["batches=[1]"], lambda found: found["largest"]),
     "contexts": (["contexts=[16]"], lambda found: len(found["table"])),
-    "proposer": (["proposer=prompt_lookup", "max_gamma=4"], lambda found: found["rows"][4]["tokens_per_round"]),
     "gpu": ([*GPU], lambda found: found["notes"]),
 }
 GPU_CHANGES = {
+    "proposer": ["proposer=prompt_lookup"],
     "gpu": ["gpu={bandwidth_TBs: 1, tflops: 10}"],
     "target_size.parameters": ["target_size.parameters=1e9"],
     "target_size.bytes_per_parameter": ["target_size.bytes_per_parameter=1"],
@@ -133,7 +134,8 @@ def test_paths_and_temperature_choose_what_is_read(here: e2e.Place, tmp_path: Pa
         (["load.batch=0"], "must be 1 or more"),
         (["load.batch=some"], "give a whole number"),
         (["load.temperature=0.5"], "load.temperature=0 | 1"),
-        (["proposer=nobody"], "proposer=eagle3 | prompt_lookup"),
+        (["proposer=nobody", *GPU], "proposer=eagle3 | prompt_lookup"),
+        (["proposer=prompt_lookup"], "costs are those of the head eagle3, not of proposer=prompt_lookup"),
         (["max_gamma=0"], "max_gamma=0 must be 1 or more"),
         (["max_gamma=20"], "far beyond the measured 4"),
         (["gpu=h1000", *GPU[1:]], "choose h200, h100, a100, l4"),
@@ -145,6 +147,21 @@ def test_what_cannot_be_advised(
 ) -> None:
     cfg = e2e.config(*here.overrides, "load.context=32", *more, name="advise")
     assert words in e2e.sentence(advise.run, cfg, capsys)
+
+
+def test_costs_of_another_head_are_refused(here: e2e.Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = json.loads((here.run / "costs.json").read_text())
+    (tmp_path / "costs.json").write_text(json.dumps({**costs, "head": "another"}))
+    cfg = e2e.config(*here.overrides, f"costs={tmp_path}/costs.json", name="advise")
+    assert "another head than the report's" in e2e.sentence(advise.run, cfg, capsys)
+
+
+def test_every_setting_is_here() -> None:
+    """What conf/advise.yaml documents; paths and the temperature have a test of their own."""
+    shown = OmegaConf.to_container(OmegaConf.load(e2e.ROOT / "conf" / "advise.yaml"))
+    assert isinstance(shown, dict)
+    named = {f"{key}.{one}" if isinstance(value, dict) else key for key, value in shown.items() for one in value or [0]}
+    assert named - {"defaults", "report", "costs", "load.temperature"} == {*CHANGES, *GPU_CHANGES}
 
 
 def test_prediction_against_the_decoder(here: e2e.Place, capsys: pytest.CaptureFixture[str]) -> None:
