@@ -70,6 +70,26 @@ def test_the_advice_is_said_and_written(here: e2e.Place, capsys: pytest.CaptureF
     assert "Chains only" in printed and "best γ and its speed-up" in printed
 
 
+def test_the_report_holds_teacher_forced_against_decoder(finished: e2e.Finished) -> None:
+    taught = e2e.report(finished.place)["teacher_forced"]
+    rows = e2e.report(finished.place)["results"]
+    chain = {
+        "proposer": "eagle3",
+        "dtype": taught["dtype"],
+        "temperature": 0.0,
+        "gamma": taught["gamma"],
+        "slice": "all",
+    }
+    (row,) = [one for one in rows if all(one[key] == value for key, value in chain.items())]
+    own = row["alpha_by_position"]
+    assert len(taught["teacher"]) == 4 and 0 < taught["coverage"]["value"] <= 1
+    for depth, gap in enumerate(taught["gap"]):
+        if gap["value"] is not None:
+            assert taught["decoder"][depth]["value"] == pytest.approx(own[depth])
+            assert gap["value"] == pytest.approx(own[depth] - taught["teacher"][depth]["value"])
+    assert row["alpha_by_position"][0] <= taught["coverage_of_text"]["high"] + 0.05
+
+
 CHANGES: dict[str, tuple[list[str], Callable[[dict[str, Any]], Any]]] = {
     # setting: (what is set, what differs)
     "load.batch": (["load.batch=2"], lambda found: found["rows"][1]["tokens_per_second"]),
