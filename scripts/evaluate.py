@@ -19,6 +19,7 @@ from scripts.drafters import plan_tree, proposers, within_reach
 from scripts.prompts import held_out_requests
 from scripts.rivals import build_rivals, rivals_identity
 from scripts.settings import build, plain
+from scripts.teacher import teacher_forced
 
 if TYPE_CHECKING:
     from eval.static_tree import Measuring
@@ -62,6 +63,7 @@ def run(cfg: DictConfig) -> None:
             progress=steps.advance,
         )
         runs = suite.run([name, *map(str, cfg.rivals)])
+        taught = teacher_forced(cfg, runs, requests, folder / "teacher.json", suite.key, steps)
     report = build_report(
         runs=runs,
         target={"path": cfg.target.path, **head_facts["target"]},
@@ -69,6 +71,7 @@ def run(cfg: DictConfig) -> None:
         traffic={"name": traffic["reader"]["reader"], "held_out": True, "fingerprints": traffic["fingerprints"]},
         provenance=provenance(plain(cfg)),
     )
+    report["teacher_forced"] = taught
     write_json(folder / "report.json", report)
     write_atomic(folder / "report.html", render_page(report))
     write_manifest(
