@@ -55,6 +55,8 @@ def build_report(
     head: Mapping[str, Any] | None,
     traffic: Mapping[str, Any],
     provenance: Mapping[str, Any],
+    samples: Sequence[Mapping[str, Any]] = (),
+    load: Mapping[str, Any] | None = None,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -62,7 +64,9 @@ def build_report(
 
     The first run of a trained head at temperature 0 is the headline: the caller's order decides. `traffic`
     may say `held_out` (bool): the head has not seen these requests; `target`, `head` and `traffic` may say
-    `name`. The rest of them is shown as it comes.
+    `name`. The rest of them is shown as it comes. samples: see `eval.samples`. load: the predicted speed-up over
+    the plain decoding of a loaded server: batches and contexts (numbers), and speedup, which has for each batch one
+    number, or None, per context.
     """
     if not runs:
         raise ValueError("There is nothing to report: no run was evaluated; evaluate at least one proposer.")
@@ -80,6 +84,8 @@ def build_report(
         "traffic": dict(traffic),
         "results": results,
         "identity": _identity(runs),
+        "samples": list(samples),
+        "load": dict(load) if load is not None else None,
         "definitions": dict(DEFINITIONS),
         "provenance": dict(provenance),
     }
@@ -162,11 +168,15 @@ def _identity(runs: Sequence[Run]) -> dict[str, Any]:
     return proof
 
 
-def _headline(runs: Sequence[Run]) -> dict[str, Any]:
+def headline_run(runs: Sequence[Run]) -> Run:
     """The run that the verdict speaks of."""
     trained = [r for r in runs if r.proposer not in UNTRAINED] or list(runs)
     greedy = [r for r in trained if r.temperature == 0] or trained
-    proposer, dtype, temperature, gamma = _key(greedy[0])
+    return greedy[0]
+
+
+def _headline(runs: Sequence[Run]) -> dict[str, Any]:
+    proposer, dtype, temperature, gamma = _key(headline_run(runs))
     return {"proposer": proposer, "dtype": dtype, "temperature": temperature, "gamma": gamma}
 
 

@@ -12,14 +12,18 @@ from itertools import cycle
 from typing import Any
 
 from eval.acceptance import formula_tokens_per_round
-from eval.plots import COLOURS, MARKS, Series, dot_chart, exact, line_chart
+from eval.plots import COLOURS, MARKS, Series, dot_chart, exact, heat_map, line_chart
 from eval.report import PLAIN, find_rows, headline_rows
 from eval.report_table import number
 
 SHARES, TOKENS = (0.0, 1.0), (1.0, 2.0)  # what the axes show at least
-GLYPHS = {**dict(zip(MARKS, "●■▲◆▼★", strict=True)), "soft": "– –"}  # the legend's, as MARKS in the pictures
+GLYPHS = {
+    **dict(zip(MARKS, "●■▲◆▼★", strict=True)),
+    "soft": "– –",
+    "s1 open": "○",
+}  # the legend's, as MARKS in pictures
 DOTS = {"linestyle": ""}
-OPEN = {**DOTS, "markerfacecolor": COLOURS["card"]}
+OPEN = {"linewidth": 1.1, "markerfacecolor": COLOURS["card"]}
 DASHED = {"color": COLOURS["soft"], "linestyle": "--", "marker": ""}
 Row = Mapping[str, Any]
 
@@ -42,6 +46,7 @@ def figures(report: Row) -> str:
         _slice_figure(report, one_each, css, "alpha"),
         _slice_figure(report, one_each, css, "tokens_per_round"),
         _speed_figure(report),
+        _load_figure(report),
     ]
     how = "greedy" if chosen["temperature"] == 0 else f"temperature {chosen['temperature']:g}"
     note = (
@@ -87,10 +92,9 @@ def _gamma_figure(rows: Sequence[Row], css: Mapping[str, str]) -> str:
     longest = max(own, key=lambda r: r["gamma"])
     last = max(r["gamma"] for r in rows) + 2
     partial = [(float(k), exact(1 + sum(s or 0 for s in longest["survival"][:k]))) for k in range(longest["gamma"] + 1)]
-    known = {r["gamma"] for r in own}
     series = [
         *(Series(css[r["proposer"]], [(r["gamma"], r["tokens_per_round"])], DOTS) for r in rows),
-        Series(css[first["proposer"]], [p for p in partial if p[0] not in known], OPEN),
+        Series(css[first["proposer"]], partial, OPEN),
         Series(css[first["proposer"]], _formula_curve(first, last), DASHED),
     ]
     chart = line_chart(
@@ -101,10 +105,10 @@ def _gamma_figure(rows: Sequence[Row], css: Mapping[str, str]) -> str:
         shown=TOKENS,
     )
     words = (
-        "Full marks: decoded at that γ. Open marks: shorter γ, from the survival of the longest run. "
-        f"Dashed: the formula at α = {number(first['alpha']['value'])}."
+        "Full marks: decoded at that γ. Circles: 1 + S(1) + … + S(γ), which assumes nothing. Dashed: the formula "
+        f"(1 − α^(γ+1)) / (1 − α) at α = {number(first['alpha']['value'])}, which assumes independent acceptances."
     )
-    return _figure("Tokens per pass against γ", words, chart, {**css, "formula": "soft"})
+    return _figure("Tokens per pass against γ", words, chart, {**css, "from S(k)": "s1 open", "formula": "soft"})
 
 
 def _formula_curve(row: Row, last: int) -> list[tuple[float, Mapping[str, Any]]]:
@@ -148,3 +152,28 @@ def _speed_figure(report: Row) -> str:
     chart = dot_chart(groups, x_label=label, label="speed-up by slice", shown=(1.0, 1.0), mark=1.0)
     words = "Tokens per second with the draft against without it. Left of the marked line the draft slows down."
     return _figure("Speed by slice", words, chart, css)
+
+
+def _load_figure(report: Row) -> str:
+    """The heat map of the section `load`, where the costs of this machine were measured."""
+    load = report["load"]
+    if not load:
+        return ""
+    chart = heat_map(
+        load["speedup"],
+        columns=[_short_count(n) for n in load["contexts"]],
+        rows=[str(n) for n in load["batches"]],
+        x_label="context: tokens before the answer's next one",
+        y_label="batch: requests at once",
+        label="predicted speed-up over batch and context",
+    )
+    words = (
+        "Predicted times the speed of plain decoding, at the best γ of each load, from measured costs. Below 1 a draft "
+        "slows the server down."
+    )
+    return _figure("Speed under load", words, chart, {})
+
+
+def _short_count(count: int) -> str:
+    """`8k` for 8192: it has to fit."""
+    return f"{count // 1024}k" if count >= 1024 and count % 1024 == 0 else str(count)

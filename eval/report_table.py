@@ -151,10 +151,10 @@ def to_markdown(report: Mapping[str, Any]) -> str:
                 identical(row),
                 with_interval(row["speedup"]),
             ]
-            lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+            lines.append("| " + " | ".join(cell(one) for one in cells) + " |")
     return "\n".join([*lines, "", "Square brackets: 95 % intervals, resampled by request."]) + "\n"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Text that cannot break out of a Markdown table's cell."""
     return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())

@@ -21,6 +21,7 @@ from scripts.settings import build, generation_settings, plain
 
 if TYPE_CHECKING:
     from eval.decode import Proposer, Request
+    from eval.report import Run
     from eval.static_tree import Measuring
     from eval.suite import Plan
     from heads.base import DraftHead
@@ -39,6 +40,7 @@ def run(cfg: DictConfig) -> None:
     from rich.console import Console
 
     from eval.report import build_report
+    from eval.report_markdown import whole_markdown
     from eval.report_page import render_page
     from eval.report_table import render_table
     from eval.suite import Suite
@@ -80,12 +82,13 @@ def run(cfg: DictConfig) -> None:
         head={key: head_facts.get(key) for key in HEAD_FACTS},
         traffic={"name": traffic["reader"]["reader"], "held_out": True, "fingerprints": traffic["fingerprints"]},
         provenance=provenance(plain(cfg)),
+        samples=samples_of(cfg, runs, requests),
     )
     write_json(folder / "report.json", report)
+    write_atomic(folder / "report.md", whole_markdown(report))
     write_atomic(folder / "report.html", render_page(report))
-    write_manifest(
-        folder, "report", {"files": ["report.json", "report.html"], "verdict": report["verdict"]}, plain(cfg)
-    )
+    files = ["report.json", "report.md", "report.html"]
+    write_manifest(folder, "report", {"files": files, "verdict": report["verdict"]}, plain(cfg))
     Console().print(render_table(report))
     print(f"\n{report['verdict']}\nThe report to look at: {folder / 'report.html'}", flush=True)
 
@@ -118,17 +121,36 @@ def held_out_requests(cfg: DictConfig) -> list[Request]:
 def first_turns(cfg: DictConfig, conversations: Sequence[Conversation]) -> list[Request]:
     """The first turns of conversations as requests, without those that are too long."""
     from eval.decode import Request
-    from heads.target import load_tokenizer, render
+    from heads.target import render
 
-    tokenizer = load_tokenizer(
-        cfg.target.path, gguf_file=cfg.target.gguf_file, trust_remote_code=cfg.target.trust_remote_code
-    )
+    tokenizer = tokenizer_of(cfg)
     requests = [
         Request(conversation.id, conversation.slice, tuple(render(tokenizer, conversation.messages())))
         for conversation in conversations
     ]
     longest = generation_settings(cfg).max_prompt_tokens
     return [request for request in requests if len(request.prompt) <= longest]
+
+
+def samples_of(cfg: DictConfig, runs: Sequence[Run], requests: Sequence[Request]) -> list[dict[str, Any]]:
+    """Some texts of the run that the verdict speaks of, in the target's own words."""
+    from eval.report import headline_run
+    from eval.samples import sample_texts
+
+    tokenizer = tokenizer_of(cfg)
+    prompts = {request.request_id: request.prompt for request in requests}
+    return sample_texts(
+        headline_run(runs), prompts, lambda ids: tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+    )
+
+
+def tokenizer_of(cfg: DictConfig) -> Any:
+    """The target's tokenizer, without its weights."""
+    from heads.target import load_tokenizer
+
+    return load_tokenizer(
+        cfg.target.path, gguf_file=cfg.target.gguf_file, trust_remote_code=cfg.target.trust_remote_code
+    )
 
 
 def plan_tree(
