@@ -27,6 +27,8 @@ def findings(report: Row) -> Iterable[str]:
         )
     if first["formula_gap"]["value"] is not None:
         yield _formula_finding(first)
+    if report["load"]:
+        yield _load_finding(report["load"])
     if first["looping_requests"]:
         yield f"Loops make a text easy to guess: {loops(first)}"
     if first["alpha"]["low"] is None and first["alpha"]["value"] is not None:
@@ -43,3 +45,13 @@ def _formula_finding(row: Row) -> str:
         return start + "."
     holds = "agrees with these data" if gap["low"] <= 0 <= gap["high"] else "does not hold here"
     return f"{start}: its assumption, that acceptances are independent of each other, {holds}."
+
+
+def _load_finding(load: Row) -> str:
+    """What the head is expected to do at the load that was asked about."""
+    where = f"At {load['batch']:g} request(s) at once and {load['context']:g} tokens of context"
+    stop = f" From {load['stops_paying']} requests at once on, drafting no longer pays." if load["stops_paying"] else ""
+    if load["gamma"] == 0:
+        return f"{where} no draft is expected to pay: decode plainly there.{stop}"
+    expected = f"γ = {load['gamma']} is expected to be best, {with_interval(load['speedup'])} times as fast"
+    return f"{where} {expected} as plain decoding, predicted from measured costs.{stop}"

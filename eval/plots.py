@@ -22,7 +22,7 @@ WIDTH, HEIGHT = 330, 222  # the viewBox: near the pixels of a card on a phone, s
 ROW = 18.5  # height of one dot of a dot chart
 MARKS = {"s1": "o", "s2": "s", "s3": "^", "s4": "D", "s5": "v", "s6": "*"}  # a series' colour and its shape
 COLOURS = {name: f"#fe00{i:02x}" for i, name in enumerate(["ink", "soft", "rule", "card", "good", "bad", *MARKS])}
-_CELLS = 8  # columns of a heat map that have room for a figure each
+_CELLS, _CELL = 7, 36.0  # columns of a heat map that have room for figures; the height of a cell
 WHISKER: dict[str, Any] = {"linewidth": 5, "alpha": 0.3, "capstyle": "round"}
 STYLE = {
     "svg.fonttype": "none",
@@ -123,7 +123,7 @@ def _dot(axes: Axes, css: str, estimate: Estimate, y: float) -> None:
 
 
 def heat_map(
-    values: Sequence[Sequence[float | None]],
+    cells: Sequence[Sequence[tuple[float | None, str]]],
     *,
     columns: Sequence[str],
     rows: Sequence[str],
@@ -132,17 +132,22 @@ def heat_map(
     label: str,
     middle: float = 1.0,
 ) -> str:
-    """A cell per value, the first row on top: above `middle` in one colour, below in another, the more the fuller.
+    """A cell per value and its note, the first row on top: above `middle` in one colour, below in another, the more
+    the fuller.
 
-    The figures stand in the cells, so that nothing is said by colour alone; where columns are too many for figures,
-    the value of a cell is left to its colour.
+    Both stand in the cells, so that nothing is said by colour alone; where columns are too many for that, only colour
+    is left.
     """
-    cell, room = 34.0, len(columns) <= _CELLS
+    room = len(columns) <= _CELLS
 
     def draw(axes: Axes) -> None:
-        for y, line in enumerate(values):
-            for x, value in enumerate(line):
-                _heat_cell(axes, x, y, value, middle, room)
+        for y, line in enumerate(cells):
+            for x, (value, note) in enumerate(line):
+                _heat_cell(axes, x, y, value, middle)
+                if room:
+                    figure = "–" if value is None else f"{value:.2f}"
+                    axes.text(x, y - 0.19, figure, ha="center", va="center", color=COLOURS["ink"])
+                    axes.text(x, y + 0.25, note, ha="center", va="center", fontsize=10.9, color=COLOURS["ink"])
         axes.set_xlim(-0.5, len(columns) - 0.5)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         every = 1 if room else 2
@@ -150,21 +155,17 @@ def heat_map(
         axes.set_yticks(range(len(rows)), rows)
         axes.set_ylabel(y_label)
 
-    nothing = (0.0, 0.0)
-    return _svg(draw, x_label=x_label, label=label, shown=nothing, height=cell * len(rows) + 50)
+    return _svg(draw, x_label=x_label, label=label, shown=(0.0, 0.0), height=_CELL * len(rows) + 50)
 
 
-def _heat_cell(axes: Axes, x: int, y: int, value: float | None, middle: float, room: bool) -> None:
-    """One cell: full colour at three times the middle or a third of it."""
+def _heat_cell(axes: Axes, x: int, y: int, value: float | None, middle: float) -> None:
+    """The ground of one cell: full colour at three times the middle or a third of it."""
     from matplotlib.patches import Rectangle
 
     shade = 0.0 if value is None or value <= 0 else min(1.0, abs(math.log(value / middle)) / math.log(3.0))
     colour = COLOURS["good" if value is not None and value >= middle else "bad"]
     corner = (x - 0.47, y - 0.47)
     axes.add_patch(Rectangle(corner, 0.94, 0.94, facecolor=colour, edgecolor="none", alpha=0.06 + 0.5 * shade))
-    if room:
-        text = "–" if value is None else f"{value:.2f}"
-        axes.text(x, y, text, ha="center", va="center", fontsize=10.8, color=COLOURS["ink"])
 
 
 def _short(name: str, length: int = 17) -> str:

@@ -1,7 +1,6 @@
 """The page's pictures: which rows of the report each one shows, and its caption.
 
-Reads the dictionary of `eval.report`; how a chart is drawn is in `eval.plots`. The only arithmetic is the
-formula's curve and the partial sums of the survival, both as `eval.acceptance` defines them.
+Reads the dictionary of `eval.report`; how a chart is drawn is in `eval.plots`. Computes no number.
 """
 
 from __future__ import annotations
@@ -11,17 +10,12 @@ from html import escape
 from itertools import cycle
 from typing import Any
 
-from eval.acceptance import formula_tokens_per_round
 from eval.plots import COLOURS, MARKS, Series, dot_chart, exact, heat_map, line_chart
 from eval.report import PLAIN, find_rows, headline_rows
 from eval.report_table import number
 
 SHARES, TOKENS = (0.0, 1.0), (1.0, 2.0)  # what the axes show at least
-GLYPHS = {
-    **dict(zip(MARKS, "●■▲◆▼★", strict=True)),
-    "soft": "– –",
-    "s1 open": "○",
-}  # the legend's, as MARKS in pictures
+GLYPHS = {**dict(zip(MARKS, "●■▲◆▼★", strict=True)), "soft": "– –", "s1 open": "○"}  # as MARKS in the pictures
 DOTS = {"linestyle": ""}
 OPEN = {"linewidth": 1.1, "markerfacecolor": COLOURS["card"]}
 DASHED = {"color": COLOURS["soft"], "linestyle": "--", "marker": ""}
@@ -42,7 +36,8 @@ def figures(report: Row) -> str:
     made = [
         _depth_figure(one_each, css, "alpha_by_position"),
         _depth_figure(one_each, css, "survival"),
-        _gamma_figure(rows, css),
+        _gamma_figure(report, css),
+        _dependence_figure(report, css),
         _slice_figure(report, one_each, css, "alpha"),
         _slice_figure(report, one_each, css, "tokens_per_round"),
         _speed_figure(report),
@@ -85,17 +80,19 @@ def _depth_figure(rows: Sequence[Row], css: Mapping[str, str], key: str) -> str:
     return _figure(title, words, line_chart(series, x_label=axis, label=title, x_range=x_range, shown=SHARES), css)
 
 
-def _gamma_figure(rows: Sequence[Row], css: Mapping[str, str]) -> str:
-    """Measured runs, the shorter γ that follow from the survival, and the formula."""
-    first = rows[0]
-    own = [r for r in rows if r["proposer"] == first["proposer"]]
-    longest = max(own, key=lambda r: r["gamma"])
-    last = max(r["gamma"] for r in rows) + 2
-    partial = [(float(k), exact(1 + sum(s or 0 for s in longest["survival"][:k]))) for k in range(longest["gamma"] + 1)]
+def _gamma_figure(report: Row, css: Mapping[str, str]) -> str:
+    """The section `formula`: what was decoded at each γ, what follows from the survival, and the formula."""
+    check, chosen = report["formula"], report["headline"]
+    if not check:
+        return ""
+    same = find_rows(report, slice="all", dtype=check["dtype"], temperature=chosen["temperature"])
+    own, last = css[chosen["proposer"]], min(check["gamma"] + 2, len(check["rows"]) - 1)
+    shown = {name: [(row["gamma"], row[name]) for row in check["rows"][: last + 1] if row[name]] for name in _CURVES}
     series = [
-        *(Series(css[r["proposer"]], [(r["gamma"], r["tokens_per_round"])], DOTS) for r in rows),
-        Series(css[first["proposer"]], partial, OPEN),
-        Series(css[first["proposer"]], _formula_curve(first, last), DASHED),
+        Series(own, [point for point in shown["measured"] if point[0]], DOTS),
+        *(Series(css[r["proposer"]], [(r["gamma"], r["tokens_per_round"])], DOTS) for r in same if _beside(r, chosen)),
+        Series(own, [(gamma, exact(e["value"])) for gamma, e in shown["from_survival"]], OPEN),
+        Series(own, [(gamma, exact(e["value"])) for gamma, e in shown["formula"]], DASHED),
     ]
     chart = line_chart(
         series,
@@ -105,17 +102,19 @@ def _gamma_figure(rows: Sequence[Row], css: Mapping[str, str]) -> str:
         shown=TOKENS,
     )
     words = (
-        "Full marks: decoded at that γ. Circles: 1 + S(1) + … + S(γ), which assumes nothing. Dashed: the formula "
-        f"(1 − α^(γ+1)) / (1 − α) at α = {number(first['alpha']['value'])}, which assumes independent acceptances."
+        f"Full marks: decoded at that γ, in {check['dtype']}. Circles: 1 + S(1) + … + S(γ), which assumes nothing. "
+        "Dashed: the formula (1 − α^(γ+1)) / (1 − α), which assumes independent acceptances; "
+        f"α = {number(check['alpha']['value'])}."
     )
     return _figure("Tokens per pass against γ", words, chart, {**css, "from S(k)": "s1 open", "formula": "soft"})
 
 
-def _formula_curve(row: Row, last: int) -> list[tuple[float, Mapping[str, Any]]]:
-    alpha = row["alpha"]["value"]
-    if alpha is None:
-        return []
-    return [(float(g), exact(formula_tokens_per_round(alpha, g))) for g in range(last + 1)]
+_CURVES = ("measured", "from_survival", "formula")
+
+
+def _beside(row: Row, chosen: Row) -> bool:
+    """Whether a row is of another draft than the headline's, at its γ."""
+    return row["proposer"] not in (PLAIN, chosen["proposer"]) and row["gamma"] == chosen["gamma"]
 
 
 _BY_SLICE = {
@@ -154,24 +153,52 @@ def _speed_figure(report: Row) -> str:
     return _figure("Speed by slice", words, chart, css)
 
 
+def _dependence_figure(report: Row, css: Mapping[str, str]) -> str:
+    """How far the formula's assumption holds: the section `formula`."""
+    check = report["formula"]
+    if not check:
+        return ""
+    name = report["headline"]["proposer"]
+    lags = [(float(one["lag"]), one["correlation"]) for one in check["autocorrelation"] if one["pairs"]]
+    chart = line_chart(
+        [Series(css[name], lags)],
+        x_label="passes apart",
+        label="correlation of acceptances so many passes apart",
+        x_range=(1, max([int(at) for at, _ in lags], default=2)),
+        shown=(0.0, 0.2),
+    )
+    words = (
+        "Whether a pass whose first guess is right tells about later passes of the same text. 0 is what the formula "
+        "assumes; above it, easy places and easy texts keep together."
+    )
+    return _figure("Do acceptances hang together?", words, chart, {name: css[name]})
+
+
 def _load_figure(report: Row) -> str:
-    """The heat map of the section `load`, where the costs of this machine were measured."""
+    """The heat map of the section `load`, where the costs of a machine were measured."""
     load = report["load"]
     if not load:
         return ""
+    found = {(one["batch"], one["context"]): one for one in load["table"]}
+    batches, contexts = (sorted({key[i] for key in found}) for i in (0, 1))
+    lines = [[_load_cell(found.get((batch, context))) for context in contexts] for batch in batches]
     chart = heat_map(
-        load["speedup"],
-        columns=[_short_count(n) for n in load["contexts"]],
-        rows=[str(n) for n in load["batches"]],
-        x_label="context: tokens before the answer's next one",
+        lines,
+        columns=[_short_count(n) for n in contexts],
+        rows=[str(n) for n in batches],
+        x_label="context: tokens so far",
         y_label="batch: requests at once",
         label="predicted speed-up over batch and context",
     )
     words = (
-        "Predicted times the speed of plain decoding, at the best γ of each load, from measured costs. Below 1 a draft "
-        "slows the server down."
+        "Predicted from measured costs: times the speed of plain decoding, and the γ that reaches it. γ 0 means: no "
+        "draft pays at that load."
     )
     return _figure("Speed under load", words, chart, {})
+
+
+def _load_cell(one: Row | None) -> tuple[float | None, str]:
+    return (None, "") if one is None else (one["speedup"]["value"], f"γ {one['gamma']}")
 
 
 def _short_count(count: int) -> str:

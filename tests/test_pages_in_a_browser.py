@@ -13,7 +13,7 @@ from simulated_traces import plain_of
 from eval.report import Run, build_report
 from eval.report_page import render_page
 from tests.browser import Browser, running
-from tests.test_report import META, full_report, head_traces
+from tests.test_report import META, advice, full_report, head_traces
 
 MOST_BYTES = 2_000_000
 CHARTS = """(() => {
@@ -48,16 +48,15 @@ def crowded_report() -> dict[str, Any]:
     traces = [replace(t, slice=f"{'a long name of a slice, no. ' * (i % 2)}{i % 6}") for i, t in enumerate(traces)]
     plain = [replace(plain_of(t), seconds=(2 + i % 3) * t.seconds) for i, t in enumerate(traces)]
     drafts = [Run(f"{name}_of_a_rather_long_name", "float32", 0.0, 12, traces) for name in "abcde"]
-    many = [2**n for n in range(12)]
-    load = {"batches": many, "contexts": many, "speedup": [[0.5 + x / 9 for x in range(12)]] * 12}
-    return build_report(runs=[*drafts, Run("none", "float32", 0.0, 0, plain)], load=load, resamples=50, **META)
+    runs = [*drafts, Run("none", "float32", 0.0, 0, plain)]
+    return build_report(runs=runs, load=advice(columns=12), resamples=50, **META)
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int]]:
     """Each page and how many pictures it has."""
     folder = tmp_path_factory.mktemp("pages")
-    made = {"full": (render_page(full_report()), 7), "crowded": (render_page(crowded_report()), 7)}
+    made = {"full": (render_page(full_report()), 8), "crowded": (render_page(crowded_report()), 8)}
     for name, (html, _) in made.items():
         (folder / f"{name}.html").write_text(html)
     return {name: (folder / f"{name}.html", charts) for name, (_, charts) in made.items()}

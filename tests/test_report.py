@@ -18,9 +18,12 @@ from simulated_traces import clustered_requests, plain_of, trace_of
 
 from eval.acceptance import formula_tokens_per_round
 from eval.exactness import Divergence
+from eval.findings import findings
+from eval.plots import exact
 from eval.report import Run, build_report, find_rows, headline_rows
 from eval.report_markdown import whole_markdown
 from eval.report_page import render_page
+from eval.report_samples import samples
 from eval.report_style import STYLE
 from eval.report_table import as_text, to_markdown
 from eval.samples import LONGEST, sample_texts
@@ -77,19 +80,23 @@ def words_of(ids: Sequence[int]) -> str:
     return "".join((" word", "(", ":\n", "\n    ", " <b>", "longer")[token % 6] for token in ids)
 
 
-LOAD = {
-    "batches": [1, 2, 4, 8, 16, 32],
-    "contexts": [128, 512, 1024, 2048, 4096, 8192],
-    "speedup": [[2.0 / (1 + b / (8 + c)) if b < 5 else None for c in range(6)] for b in range(6)],
-}
+def advice(columns: int = 6) -> dict[str, Any]:
+    """What `eval.speedup` would say of a server."""
+    table = [
+        {"batch": 2**b, "context": 128 * 2**c, "gamma": max(0, 5 - b), "speedup": exact(2.0 / (1 + b / (8 + c)))}
+        for b in range(6)
+        for c in range(columns)
+    ]
+    asked = {"batch": 8, "context": 1024, "gamma": 3, "stops_paying": 40}
+    return {**asked, "speedup": {"value": 1.5, "low": 1.4, "high": 1.6}, "table": table}
 
 
 def full_report() -> dict[str, Any]:
     """Everything that a report can hold."""
     runs = full_runs()
     prompts = {trace.request_id: [1, 2, 3, 0] * 9 for trace in runs[0].traces}
-    samples = sample_texts(runs[0], prompts, words_of)
-    return build_report(runs=runs, samples=samples, load=LOAD, resamples=200, **META)
+    texts = sample_texts(runs[0], prompts, words_of)
+    return build_report(runs=runs, samples=texts, load=advice(), resamples=200, **META)
 
 
 @pytest.fixture(scope="module")
@@ -267,8 +274,8 @@ def test_page_is_one_self_contained_file(report: dict[str, Any]) -> None:
     assert not {"script", "link", "iframe", "img", "object", "base", "form"} & set(page.tags)
     assert not re.search(r"https?://|//[a-z]|@import|url\(", html)
     assert len(html.encode()) < 200_000  # the limit is 2 MB
-    assert page.tags.count("svg") == 7 and page.tags.count("h1") == 1
-    assert html.count('role="img" aria-label="') == 7 and "#fe00" not in html
+    assert page.tags.count("svg") == 8 and page.tags.count("h1") == 1
+    assert html.count('role="img" aria-label="') == 8 and "#fe00" not in html
     levels = [int(tag[1]) for tag in page.tags if re.fullmatch("h[1-6]", tag)]
     assert all(after - before <= 1 for before, after in pairwise(levels))
     assert render_page(report) == html  # no date, no random name
@@ -295,12 +302,12 @@ def test_samples_tell_every_token_apart(report: dict[str, Any]) -> None:
     for piece, one in zip(first["pieces"][1:], trace.rounds, strict=True):
         assert len(piece["draft"]) == one.accepted and piece["dropped"] == [words_of([t]) for t in one.dropped]
     assert "".join("".join(p["draft"]) + (p["own"] or "") for p in first["pieces"]) == words_of(trace.tokens)
-    html = render_page(report)
+    html = samples(report)
     shown = [s for s in report["samples"] for p in s["pieces"] if p["dropped"]]
     assert html.count("<del>") == 1 + len(shown)  # the legend's, and the overruled one of each round
     assert html.count("<mark>") == 1 + sum(len(p["draft"]) for s in report["samples"] for p in s["pieces"])
     older = {**report, "samples": [{**first, "pieces": [{**p, "dropped": []} for p in first["pieces"]]}]}
-    assert "was not recorded" in render_page(older) and "was not recorded" not in html
+    assert "was not recorded" in samples(older) and "was not recorded" not in html
 
 
 def test_a_character_of_several_tokens_stands_at_the_last_of_them() -> None:
@@ -316,6 +323,23 @@ def test_a_long_text_is_cut_and_says_so() -> None:
     (one,) = sample_texts(run, {"r0": [0] * 900}, words_of)
     assert not one["complete"] and one["prompt"].startswith("…") and len(one["prompt"]) < 400
     assert sum(len(p["draft"]) + (p["own"] is not None) for p in one["pieces"]) == LONGEST
+
+
+def test_the_formula_is_checked_where_most_lengths_were_decoded() -> None:
+    runs = [Run("eagle3", "float32", 0.0, 4, head_traces(12))]
+    runs += [Run("eagle3", "bfloat16", 0.0, gamma, head_traces(12, gamma)) for gamma in (2, 5)]
+    found = build_report(runs=runs, resamples=0, **META)["formula"]
+    assert (found["dtype"], found["gamma"]) == ("bfloat16", 5)
+    assert [row["gamma"] for row in found["rows"] if row["measured"]] == [0, 2, 5]
+
+
+def test_advice_is_shown_where_there_is_any(report: dict[str, Any]) -> None:
+    words = " ".join(findings(report))
+    assert "At 8 request(s) at once and 1024 tokens of context γ = 3 is expected to be best, 1.50 [1.40, 1.60]" in words
+    assert "From 40 requests at once on, drafting no longer pays." in words
+    without = {**report, "load": {**report["load"], "gamma": 0, "stops_paying": None}}
+    assert "no draft is expected to pay" in whole_markdown(without)
+    assert "at once and" not in " ".join(findings({**report, "load": None}))
 
 
 def test_the_markdown_twin_says_all_that_the_page_says(report: dict[str, Any]) -> None:
@@ -360,9 +384,9 @@ def test_page_and_tables_escape_what_comes_from_data() -> None:
         Run(HOSTILE, HOSTILE, 0.0, 4, traces, found),
         Run("none", HOSTILE, 0.0, 0, [plain_of(t) for t in traces], None),
     ]
-    samples = sample_texts(runs[0], {t.request_id: [0] for t in traces}, lambda ids: HOSTILE * len(ids))
+    texts = sample_texts(runs[0], {t.request_id: [0] for t in traces}, lambda ids: HOSTILE * len(ids))
     meta = {
-        "samples": samples,
+        "samples": texts,
         "target": {"name": HOSTILE, HOSTILE: HOSTILE},
         "head": {"name": HOSTILE},
         "traffic": {"name": HOSTILE},
