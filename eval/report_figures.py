@@ -52,7 +52,7 @@ def figures(report: Row) -> str:
     return f'<p class="note">{escape(note)}</p><div class="figures">{"".join(made)}</div>'
 
 
-def _figure(title: str, words: str, chart: str, legend: Mapping[str, str]) -> str:
+def figure(title: str, words: str, chart: str, legend: Mapping[str, str]) -> str:
     keys = "".join(f'<li><i class="{css}">{GLYPHS[css]}</i>{escape(name)}</li>' for name, css in legend.items())
     return f'<figure><h3>{escape(title)}</h3><p>{escape(words)}</p><ul class="legend">{keys}</ul>{chart}</figure>'
 
@@ -77,7 +77,7 @@ def _depth_figure(rows: Sequence[Row], css: Mapping[str, str], key: str) -> str:
     start = [(0, exact(1.0))] if key == "survival" else []
     series = [Series(css[r["proposer"]], [*start, *enumerate(r[f"{key}_interval"], start=1)]) for r in rows]
     x_range = (1 - len(start), max(r["gamma"] for r in rows))
-    return _figure(title, words, line_chart(series, x_label=axis, label=title, x_range=x_range, shown=SHARES), css)
+    return figure(title, words, line_chart(series, x_label=axis, label=title, x_range=x_range, shown=SHARES), css)
 
 
 def _gamma_figure(report: Row, css: Mapping[str, str]) -> str:
@@ -106,7 +106,7 @@ def _gamma_figure(report: Row, css: Mapping[str, str]) -> str:
         "Dashed: the formula (1 − α^(γ+1)) / (1 − α), which assumes independent acceptances; "
         f"α = {number(check['alpha']['value'])}."
     )
-    return _figure("Tokens per pass against γ", words, chart, {**css, "from S(k)": "s1 open", "formula": "soft"})
+    return figure("Tokens per pass against γ", words, chart, {**css, "from S(k)": "s1 open", "formula": "soft"})
 
 
 _CURVES = ("measured", "from_survival", "formula")
@@ -129,7 +129,7 @@ def _slice_figure(report: Row, rows: Sequence[Row], css: Mapping[str, str], key:
     names = list(dict.fromkeys(name for slices in found.values() for name in slices))
     groups = [(name, [(css[p], slices[name][key]) for p, slices in found.items() if name in slices]) for name in names]
     chart = dot_chart(groups, x_label=axis, label=title, shown=SHARES if key == "alpha" else TOKENS)
-    return _figure(title, words, chart, css)
+    return figure(title, words, chart, css)
 
 
 def _slices(report: Row, row: Row) -> dict[str, Mapping[str, Any]]:
@@ -150,7 +150,7 @@ def _speed_figure(report: Row) -> str:
     label = "times the speed of plain decoding"
     chart = dot_chart(groups, x_label=label, label="speed-up by slice", shown=(1.0, 1.0), mark=1.0)
     words = "Tokens per second with the draft against without it. Left of the marked line the draft slows down."
-    return _figure("Speed by slice", words, chart, css)
+    return figure("Speed by slice", words, chart, css)
 
 
 def _dependence_figure(report: Row, css: Mapping[str, str]) -> str:
@@ -171,7 +171,7 @@ def _dependence_figure(report: Row, css: Mapping[str, str]) -> str:
         "Whether a pass whose first guess is right tells about later passes of the same text. 0 is what the formula "
         "assumes; above it, easy places and easy texts keep together."
     )
-    return _figure("Do acceptances hang together?", words, chart, {name: css[name]})
+    return figure("Do acceptances hang together?", words, chart, {name: css[name]})
 
 
 def _load_figure(report: Row) -> str:
@@ -194,7 +194,7 @@ def _load_figure(report: Row) -> str:
         "Predicted from measured costs: times the speed of plain decoding, and the γ that reaches it. γ 0 means: no "
         "draft pays at that load."
     )
-    return _figure("Speed under load", words, chart, {})
+    return figure("Speed under load", words, chart, {})
 
 
 def _load_cell(one: Row | None) -> tuple[float | None, str]:

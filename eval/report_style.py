@@ -53,7 +53,7 @@ del{color:var(--bad);font-size:.84em}
 .s5{color:var(--s5)}.s6{color:var(--s6)}.soft{color:var(--soft)}
 svg{stroke-linejoin:round}
 svg text{font-family:inherit!important;font-variant-numeric:tabular-nums}
-.scroll{overflow-x:auto;margin:0 0 1.4rem}
+.scroll{overflow-x:auto;margin:0 0 1.4rem}.figures+.scroll{margin-top:1.6rem}
 table{border-collapse:separate;border-spacing:0;width:100%;font-size:13.5px;line-height:20px;
 font-variant-numeric:tabular-nums lining-nums}
 caption{text-align:left;font-weight:650;padding:.3rem 0 .45rem;position:sticky;left:0}

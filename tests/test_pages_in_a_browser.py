@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 from simulated_traces import plain_of
 
+from eval import comparison_page
 from eval.report import Run, build_report
 from eval.report_page import render_page
 from tests.browser import Browser, running
+from tests.test_comparison import compared, evaluated
 from tests.test_report import META, advice, full_report, head_traces
 
+DRAFTS = {"eagle3": 0.08, "medusa": 0.0, "a_head_of_a_rather_long_name": 0.03}
 MOST_BYTES = 2_000_000
 CHARTS = """(() => {
   const inside = (a, b) => a.left > b.left - 1 && a.right < b.right + 1 && a.top > b.top - 1 && a.bottom < b.bottom + 1
@@ -56,7 +59,12 @@ def crowded_report() -> dict[str, Any]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int]]:
     """Each page and how many pictures it has."""
     folder = tmp_path_factory.mktemp("pages")
-    made = {"full": (render_page(full_report()), 8), "crowded": (render_page(crowded_report()), 8)}
+    drafts = [evaluated(name, shift, seed, lookup=seed == 1) for seed, (name, shift) in enumerate(DRAFTS.items())]
+    made = {
+        "full": (render_page(full_report()), 8),
+        "crowded": (render_page(crowded_report()), 8),
+        "comparison": (comparison_page.render_page(compared(*drafts)), 5),
+    }
     for name, (html, _) in made.items():
         (folder / f"{name}.html").write_text(html)
     return {name: (folder / f"{name}.html", charts) for name, (_, charts) in made.items()}
@@ -64,7 +72,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
 
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("name", ["full", "crowded"])
+@pytest.mark.parametrize("name", ["full", "crowded", "comparison"])
 def test_a_page_fits_and_shows_its_pictures(
     browser: Browser, pages: dict[str, tuple[Path, int]], tmp_path: Path, name: str, dark: bool, width: int
 ) -> None:
@@ -75,7 +83,7 @@ def test_a_page_fits_and_shows_its_pictures(
     found = browser.find(CHARTS)
     assert len(found) == charts
     for chart in found:
-        assert 250 < chart["width"] <= 440 and chart["height"] > 150
+        assert 250 < chart["width"] <= 440 and chart["height"] > 90
         assert chart["smallest"] >= 10.5  # pixels
         assert chart["cut"] == chart["overlapping"] == []
     assert browser.complaints == []
