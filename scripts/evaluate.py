@@ -89,6 +89,7 @@ def run(cfg: DictConfig) -> None:
     write_atomic(folder / "report.html", render_page(report))
     files = ["report.json", "report.md", "report.html"]
     write_manifest(folder, "report", {"files": files, "verdict": report["verdict"]}, plain(cfg))
+    track(cfg, folder, report)
     Console().print(render_table(report))
     print(f"\n{report['verdict']}\nThe report to look at: {folder / 'report.html'}", flush=True)
 
@@ -130,6 +131,21 @@ def first_turns(cfg: DictConfig, conversations: Sequence[Conversation]) -> list[
     ]
     longest = generation_settings(cfg).max_prompt_tokens
     return [request for request in requests if len(request.prompt) <= longest]
+
+
+def track(cfg: DictConfig, folder: Path, report: Mapping[str, Any]) -> None:
+    """The numbers, the table and the page to the tracker, into the head's own run where that is known."""
+    from eval.report_table import flat_rows, headline_numbers
+    from training.checkpoint import CheckpointFolder
+    from training.tracking import Evaluation
+
+    tracker = build(cfg, "tracking", folder=str(folder))
+    page = (folder / "report.html").read_text()
+    tracker.publish(
+        Evaluation(headline_numbers(report), flat_rows(report), page),
+        run_id=CheckpointFolder.tracker_run(Path(cfg.head_dir) / "checkpoints"),
+        config=plain(cfg),
+    )
 
 
 def samples_of(cfg: DictConfig, runs: Sequence[Run], requests: Sequence[Request]) -> list[dict[str, Any]]:
