@@ -37,7 +37,7 @@ SETTINGS = (
     "eval.gammas=[2]",
     "eval.timed_requests=4",
 )
-TIMES = {"seconds", "speedup", "speedup_with_prompt", "tokens_per_second"}
+TIMES = {"seconds", "speedup", "speedup_with_prompt", "tokens_per_second", "draft_cost"}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from simulated_traces import plain_of
 
-from eval import comparison_page
+from eval.comparison_page import render_page as render_comparison
 from eval.report import Run, build_report
 from eval.report_page import render_page
 from tests.browser import Browser, running
@@ -63,7 +63,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
     made = {
         "full": (render_page(full_report()), 8),
         "crowded": (render_page(crowded_report()), 8),
-        "comparison": (comparison_page.render_page(compared(*drafts)), 5),
+        "comparison": (render_comparison(compared(*drafts)), 5),
     }
     for name, (html, _) in made.items():
         (folder / f"{name}.html").write_text(html)
