@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -49,14 +49,21 @@ def train_requests(cfg: DictConfig, count: int) -> list[Request]:
     return first_turns(cfg, [there[index * len(there) // count] for index in range(count)])
 
 
+def tokenizer_of(cfg: DictConfig) -> Any:
+    """The target's tokenizer, without its weights."""
+    from heads.target import load_tokenizer
+
+    return load_tokenizer(
+        cfg.target.path, gguf_file=cfg.target.gguf_file, trust_remote_code=cfg.target.trust_remote_code
+    )
+
+
 def first_turns(cfg: DictConfig, conversations: Sequence[Conversation]) -> list[Request]:
     """The first turns of conversations as requests, without those that are too long."""
     from eval.decode import Request
-    from heads.target import load_tokenizer, render
+    from heads.target import render
 
-    tokenizer = load_tokenizer(
-        cfg.target.path, gguf_file=cfg.target.gguf_file, trust_remote_code=cfg.target.trust_remote_code
-    )
+    tokenizer = tokenizer_of(cfg)
     requests = [
         Request(conversation.id, conversation.slice, tuple(render(tokenizer, conversation.messages())))
         for conversation in conversations
