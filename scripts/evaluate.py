@@ -123,8 +123,11 @@ def first_turns(cfg: DictConfig, conversations: Sequence[Conversation]) -> list[
     tokenizer = load_tokenizer(
         cfg.target.path, gguf_file=cfg.target.gguf_file, trust_remote_code=cfg.target.trust_remote_code
     )
+    template = plain(cfg.target)["template"]
     requests = [
-        Request(conversation.id, conversation.slice, tuple(render(tokenizer, conversation.messages())))
+        Request(
+            conversation.id, conversation.slice, tuple(render(tokenizer, conversation.messages(), template=template))
+        )
         for conversation in conversations
     ]
     longest = generation_settings(cfg).max_prompt_tokens
