@@ -96,7 +96,7 @@ class ChatEncoder:
             f"The chat template of {self._tokenizer.name_or_path or 'the target'} cannot be masked ({reasons[0]}); let "
             f"its chat_template.jinja write an assistant's turn as the prompt for it, the answer and one of the "
             f"target's end tokens {self._names()}, with {{% generation %}} … {{% endgeneration %}} around these two, "
-            f"set target.template= as the server has it, or let the target answer anew with collect.answers=regenerate."
+            f"or set target.template= as the server has it; answers that the target writes anew need no such mask."
         )
 
     def turns(self, messages: Messages, *, tools: Tools = None) -> list[Encoded]:
