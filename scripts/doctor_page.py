@@ -12,7 +12,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from training.diagnosis import Finding, Sample, Section
 
-_LABEL = 14
+_LABEL = 15
 _SHOWN = 500  # characters of a piece of text; the middle of longer ones is left out
 _BAR = 40
 

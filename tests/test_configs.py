@@ -29,7 +29,7 @@ from training.step import GradientStep
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 30
+COUNT = 31
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -84,7 +84,7 @@ def test_comments_name_only_commands_that_compose(file: str) -> None:
     if file.startswith(("traffic/", "experiment/", "bench/", "rival/")):
         assert found, "no command shows how to use it"
     for module, line in found:
-        name = module if module in ("bench", "serve_check", "prove") else "config"
+        name = module if module in ("bench", "serve_check", "prove", "doctor") else "config"
         e2e.config(*shlex.split(line), name=name)
 
 

@@ -148,9 +148,9 @@ def _look_at_mask(
             ),
         )
         return encoder, facts, ()
-    special = [*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()]
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()} - {tokenizer.unk_token_id}
     try:
-        end = ChatEncoder(tokenizer, end_ids=special, template=target.template).end_id
+        end = ChatEncoder(tokenizer, end_ids=sorted(special), template=target.template).end_id
     except UserError:
         return None, (("turn", "cannot be told from the template"),), (Finding(False, refusal),)
     if end in target.eos_token_ids:
@@ -176,15 +176,18 @@ def look_at_prompts(
     lengths: list[int] = []
     refused: Counter[str] = Counter()
     for conversation in chosen:
+        reached = True  # as in collecting, where a turn is lost with the one before it
         for turn in range(len(conversation.turns)):
             try:
                 ids = target.render(conversation.messages([""] * turn))
             except UserError as error:
                 refused[str(error)] += 1
+                reached = False
                 continue
             lengths.append(len(ids))
             room = min(generation.max_prompt_tokens, target.max_length - generation.max_new_tokens)
-            if 0 < len(ids) <= room and max(ids) < target.vocab_size:
+            reached = reached and 0 < len(ids) <= room and max(ids) < target.vocab_size
+            if reached:
                 fitting.append((conversation, turn, tuple(ids)))
     asked = len(lengths) + sum(refused.values())
     lengths.sort()

@@ -25,7 +25,7 @@ from training.settings import TrainSettings
 from training.store import FeatureStore, check_disk
 from training.traffic import Conversation
 
-_BATCH = 8  # prompts that are answered together for the sample
+_BATCH = 8  # prompts that are answered together, or more where more are shown
 _SIZES = (4096, 8192, 16384, 32768)
 _ENOUGH = 0.98  # share of the tokens that a draft vocabulary should cover
 
@@ -57,7 +57,9 @@ def look_at_answers(
     store: FeatureStore | None,
 ) -> tuple[Section, Answered]:
     """A few first turns, answered and shown; the mask comes from the generation, as it does when collecting."""
-    chosen = [prompt for prompt in prompts.fitting if prompt[1] == 0][: max(settings.show, _BATCH)]
+    first = [prompt for prompt in prompts.fitting if prompt[1] == 0]
+    count = min(len(first), max(settings.show, _BATCH))
+    chosen = [first[index * len(first) // count] for index in range(count)]
     few = replace(generation, max_new_tokens=min(settings.answer_tokens, generation.max_new_tokens))
     began = time.perf_counter()
     answers = answer_batch(target, [ids for *_, ids in chosen], taps=(), generation=few, seed=generation.seed)
@@ -75,13 +77,12 @@ def look_at_answers(
         ("supervised", f"{answered.supervised:.0%} of the positions: the answer and the token that ends it"),
     ]
     found: list[Finding] = []
-    if encoder is not None and any(ended):
+    if encoder is not None:
         same = [
             _as_rendered(target, encoder, conversation, answer)
             for (conversation, *_), answer in zip(chosen, answers, strict=True)
-            if answer.finish_reason == "stop"
         ]
-        rows.append(("template", f"renders {sum(same)} of {len(same)} whole answers as the tokens the target wrote"))
+        rows.append(("template", f"renders {sum(same)} of these {len(same)} answers as the tokens the target wrote"))
     if all(len(answer.ids_T) - answer.answer_start <= done for answer, done in zip(answers, ended, strict=True)):
         found.append(
             Finding(
@@ -116,7 +117,8 @@ def _of_store(store: FeatureStore, generation: Generation, found: list[Finding])
 def _as_rendered(target: FrozenTarget, encoder: ChatEncoder, conversation: Conversation, answer: Answer) -> bool:
     """Whether the template, given the answer as text, gives the tokens that the target wrote."""
     text = target.tokenizer.decode(answer.ids_T[answer.answer_start :], skip_special_tokens=True)
-    messages = [*conversation.messages(), {"role": "assistant", "content": text}]
+    logged = {"role": "assistant", "content": text, "finish_reason": answer.finish_reason}
+    messages = [*conversation.messages(), logged]
     try:
         return list(encoder.turns(messages)[-1].ids) == answer.ids_T.tolist()
     except MaskError:
@@ -131,22 +133,23 @@ def _pieces(target: FrozenTarget, answer: Answer) -> tuple[tuple[str, bool], ...
 @dataclass(frozen=True)
 class TokenUse:
     """How often each token was seen where a draft vocabulary is chosen [V] and where it is measured [V], and what was
-    counted, in words."""
+    counted: in words, and whether these were answers."""
 
     chosen_V: Tensor
     measured_V: Tensor
     source: str
+    answers: bool
 
     @classmethod
     def of(cls, target: FrozenTarget, prompts: Prompts, held_out: set[str], store: FeatureStore | None) -> TokenUse:
         """Of the collected answers; where there are none, of the prompts, measured on the held-out ones."""
         if store is not None:
             counts = store.token_counts().supervised_V
-            return cls(counts, counts, "tokens of the collected answers")
+            return cls(counts, counts, "tokens of the collected answers", True)
         sides = [torch.zeros(target.vocab_size, dtype=torch.long) for _ in range(2)]
         for conversation, _, ids in prompts.fitting:
             sides[conversation.id in held_out].add_(torch.bincount(torch.tensor(ids), minlength=target.vocab_size))
-        return cls(sides[0], sides[1], "tokens of the held-out prompts, chosen on the others; a guess until collected")
+        return cls(*sides, "tokens of the held-out prompts, chosen on the others; a guess until collected", False)
 
     def coverage(self, size: int, special_ids: Sequence[int]) -> float:
         """Share of the measured tokens in the vocabulary of that size."""
@@ -175,7 +178,7 @@ def look_at_vocabulary(target: FrozenTarget, use: TokenUse, wanted: int | None) 
                 f"target; set head.draft_vocab_size=null or a number below.",
             )
         )
-    elif wanted is not None and covered[wanted] < _ENOUGH:
+    elif wanted is not None and use.answers and covered[wanted] < _ENOUGH:
         better = next(size for size, share in covered.items() if share >= _ENOUGH)
         value = "null" if better == target.vocab_size else str(better)
         found.append(
@@ -191,7 +194,7 @@ def look_at_vocabulary(target: FrozenTarget, use: TokenUse, wanted: int | None) 
 def workload(
     prompts: Prompts, generation: Generation, training: TrainSettings, store: FeatureStore | None, conversations: int
 ) -> tuple[Workload, str]:
-    """What so many conversations like those looked at come to, and how long an answer was taken to be."""
+    """What so many conversations like those looked at come to, and what that was taken from, in words."""
     answer, how = float(generation.max_new_tokens), f"answers at their longest, {generation.max_new_tokens} tokens"
     if store is not None:
         written = int(store.token_counts().supervised_V.sum())
@@ -206,7 +209,7 @@ def workload(
         batch_positions=generation.batch_size * (generation.max_prompt_tokens + generation.max_new_tokens),
         step_positions=-(-training.global_batch_tokens // training.accumulation),
     )
-    return work, how
+    return work, f"{conversations:,} conversations, {how}"
 
 
 def look_at_cost(
