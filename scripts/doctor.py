@@ -42,6 +42,8 @@ def run(cfg: DictConfig) -> bool:
 
 def examine(cfg: DictConfig) -> Iterator[Section]:
     """One section after the other, as far as the ones before it allow."""
+    from heads.artifact import UserError
+    from training.diagnosis import Finding, Section
     from training.doctor import look_at_prompts, look_at_target, look_at_traffic
     from training.doctor_answers import TokenUse, look_at_answers, look_at_cost, look_at_vocabulary, workload
     from training.traffic import split
@@ -62,6 +64,11 @@ def examine(cfg: DictConfig) -> Iterator[Section]:
     train, held_out = split(reading.conversations, reading.held_out)
     use = TokenUse.of(target, prompts, {item.id for item in held_out}, store)
     yield look_at_vocabulary(target, use, cfg.head.get("draft_vocab_size"))
+    try:
+        chosen = sizes_of(cfg, "the head", target)
+    except UserError as error:
+        yield Section("head", findings=(Finding(True, str(error)),))
+        return
     work, how = workload(prompts, generation, training, store, settings.conversations or len(train))
     heads = dict(every_head(cfg, target))
     yield look_at_cost(
@@ -72,7 +79,7 @@ def examine(cfg: DictConfig) -> Iterator[Section]:
         heads,
         settings,
         features=None if store is not None or settings.conversations else Path(cfg.features_dir),
-        chosen=sizes_of(cfg, "the head", target),
+        chosen=chosen,
     )
 
 
@@ -87,21 +94,25 @@ def collected(cfg: DictConfig, target: FrozenTarget) -> FeatureStore | None:
     return store if store.manifest["target"] == target.fingerprint else None
 
 
-def every_head(cfg: DictConfig, target: FrozenTarget) -> Iterator[tuple[str, HeadSizes]]:
-    """The sizes of each kind of head under conf/head, as its file has it."""
+def every_head(cfg: DictConfig, target: FrozenTarget) -> Iterator[tuple[str, HeadSizes | None]]:
+    """The sizes of each kind of head under conf/head, as its file has it; None where it is not for this target."""
+    from heads.artifact import UserError
+
     for file in sorted(files("conf").joinpath("head").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".yaml"):
             name, other = file.name.removesuffix(".yaml"), copy.deepcopy(cfg)
             with open_dict(other):
                 other.head = OmegaConf.create(file.read_text())
-            yield name, sizes_of(other, name, target)
+            try:
+                yield name, sizes_of(other, name, target)
+            except UserError:
+                yield name, None
 
 
 def sizes_of(cfg: DictConfig, name: str, target: FrozenTarget) -> HeadSizes:
     """The sizes of the head of a config, built without memory; its vocabulary at most the target's."""
     import torch
 
-    from heads.layers import BlockSizes
     from heads.vocab import DraftVocabulary
     from training.estimate import HeadSizes
 
@@ -109,7 +120,7 @@ def sizes_of(cfg: DictConfig, name: str, target: FrozenTarget) -> HeadSizes:
     vocab = DraftVocabulary(torch.arange(width), target.vocab_size)
     make = build(cfg, "head", _partial_=True)
     with torch.device("meta"):
-        head = make(sizes=BlockSizes.of(target.config, target.vocab_size), vocab=vocab)
+        head = make(sizes=make.func.sizes_of(target), vocab=vocab)
     return HeadSizes.of(name, head, target.hidden_size)
 
 

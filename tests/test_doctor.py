@@ -20,7 +20,7 @@ from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
 from scripts import doctor, doctor_page
 from scripts.common import build_head, load_target
-from scripts.evaluate import first_turns
+from scripts.prompts import first_turns
 from tests import e2e
 from tests.tiny import TEMPLATE, save_tiny, tiny_tokenizer
 from training import doctor_answers

@@ -217,19 +217,24 @@ def look_at_cost(
     work: Workload,
     how: str,
     answered: Answered,
-    heads: Mapping[str, HeadSizes],
+    heads: Mapping[str, HeadSizes | None],
     settings: DoctorSettings,
     *,
     features: Path | None,
     chosen: HeadSizes,
 ) -> Section:
-    """Disk, memory, time and GPUs for each kind of head. features: where the chosen head's states will lie, None where
+    """Disk, memory, time and GPUs for each kind of head (None: not for this target).
+
+    how: what the work was taken from, in words; features: where the chosen head's states will lie, None where
     that is not to be checked."""
     sizes, rate = TargetSizes.of(target), forward_rate(target)
     here = Machine(flops=2 * sizes.body * rate, generated=answered.seconds / answered.generated * rate)
     gpu = Machine(flops=settings.gpu_tflops * 1e12, generated=settings.gpu_generation, memory=settings.gpu_memory * 1e9)
     table = [("head", "disk", "memory", "collect here", "train here", "GPUs", "GPU time")]
     for name, head in heads.items():
+        if head is None:
+            table.append((name, "not for this target", *[""] * 5))
+            continue
         local, planned = (estimate(sizes, head, work, machine) for machine in (here, gpu))
         table.append(
             (

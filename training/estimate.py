@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from heads.base import DraftHead, FeatureNeeds
-from heads.recurrent import RecurrentHead
+from heads.recurrent import SelfFedHead
 from heads.target import FrozenTarget
 
 _USABLE = 0.9  # of a GPU's memory; the rest is the allocator's and the runtime's
@@ -83,7 +83,7 @@ class HeadSizes:
             needs=head.needs,
             depth=depth,
             # One block is used in every pass; stacked heads have blocks of each pass's own.
-            passed=matrices * (depth if isinstance(head, RecurrentHead) else 1),
+            passed=matrices * (depth if isinstance(head, SelfFedHead) else 1),
             trained=sum(one.numel() for one in trained),
             vocab=width,
             own_projection=bool(projection),
