@@ -221,11 +221,14 @@ def _prompt_findings(
     limit = generation.max_prompt_tokens
     if (long := sum(length > limit for length in lengths)) > _MUCH * asked:
         enough = min(-(-good // 32) * 32, target.max_length - generation.max_new_tokens)
+        remedy = f"set generation.max_prompt_tokens={enough}"
+        if enough <= limit:
+            remedy = f"the context of {target.max_length} has no room for more, so leave them out of traffic.path="
         found.append(
             Finding(
                 True,
                 f"{long / asked:.0%} of the prompts are longer than generation.max_prompt_tokens={limit} and would be "
-                f"set aside; set generation.max_prompt_tokens={max(enough, limit)} or leave long ones out.",
+                f"set aside; {remedy}.",
             )
         )
     if limit + generation.max_new_tokens > target.max_length:
