@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from scripts.settings import generation_settings
+from scripts.settings import generation_settings, plain
 
 if TYPE_CHECKING:
     from eval.decode import Request
@@ -63,10 +63,10 @@ def first_turns(cfg: DictConfig, conversations: Sequence[Conversation]) -> list[
     from eval.decode import Request
     from heads.target import render
 
-    tokenizer = tokenizer_of(cfg)
+    tokenizer, template = tokenizer_of(cfg), plain(cfg.target)["template"]
     requests = [
-        Request(conversation.id, conversation.slice, tuple(render(tokenizer, conversation.messages())))
-        for conversation in conversations
+        Request(item.id, item.slice, tuple(render(tokenizer, item.messages(), template=template)))
+        for item in conversations
     ]
     longest = generation_settings(cfg).max_prompt_tokens
     return [request for request in requests if len(request.prompt) <= longest]
