@@ -124,8 +124,8 @@ def first_turns(cfg: DictConfig, conversations: Sequence[Conversation]) -> list[
         cfg.target.path, gguf_file=cfg.target.gguf_file, trust_remote_code=cfg.target.trust_remote_code
     )
     requests = [
-        Request(conversation.id, conversation.slice, tuple(render(tokenizer, conversation.messages())))
-        for conversation in conversations
+        Request(item.id, item.slice, tuple(render(tokenizer, item.messages(), tools=item.tools)))
+        for item in conversations
     ]
     longest = generation_settings(cfg).max_prompt_tokens
     return [request for request in requests if len(request.prompt) <= longest]
