@@ -30,6 +30,7 @@ from training.traffic import Conversation, Reading, Rejected, hash_of, summary
 
 logger = logging.getLogger(__name__)
 
+_BY_CONTENT = "sha256-"  # how ids begin that stand for the content
 _LOOKED_AT = 64  # rows of a file that decide on its format
 
 
@@ -133,7 +134,9 @@ class Rows:
         try:
             conversation = self._conversation(row, form)
             if conversation.id in self._kept:
-                raise RowError("duplicate of an earlier row" if row.value.get("id") is None else "duplicate id")
+                raise RowError(
+                    "duplicate of an earlier row" if conversation.id.startswith(_BY_CONTENT) else "duplicate id"
+                )
             if problem := self._cleaning.length_problem(conversation):
                 raise RowError(problem)
             if self._near is not None and (found := self._near.earlier(conversation)) is not None:
@@ -205,7 +208,7 @@ def parse_row(
     fields = row if isinstance(row, dict) else {}
     label, name = fields.get(slice_field), fields.get("id", fields.get("custom_id"))
     if name is None:
-        name = "sha256-" + hash_of("id", json.dumps([turns, tools] if tools else turns))[:24]
+        name = _BY_CONTENT + hash_of("id", json.dumps([turns, tools] if tools else turns))[:24]
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
     if not isinstance(name, str) or not name:

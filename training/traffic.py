@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from heads.artifact import MANIFEST, UserError, read_manifest, sha256_file, write_atomic, write_manifest
-
-logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 _TRAIN, _HELD_OUT, _QUARANTINE = "train.jsonl", "held_out.jsonl", "quarantine.jsonl"
@@ -168,9 +165,6 @@ def write_traffic(folder: str | Path, reading: Reading, *, config: Mapping[str, 
         (_QUARANTINE, rejected),
     ):
         write_atomic(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    reasons = Counter(item.reason for item in reading.rejected)
-    if reasons:
-        logger.warning("%d rows set aside in %s (%s)", len(rejected), folder / _QUARANTINE, summary(reading.rejected))
     counts = {
         "kept": len(reading.conversations),
         "quarantined": len(rejected),
@@ -178,7 +172,7 @@ def write_traffic(folder: str | Path, reading: Reading, *, config: Mapping[str, 
     }
     body = {
         "rows": {"read": sum(counts.values()), **counts},
-        "quarantined": dict(reasons.most_common()),
+        "quarantined": dict(Counter(item.reason for item in reading.rejected).most_common()),
         "conversations": {"train": _per_slice(train), "held_out": _per_slice(held)},
         "held_out": reading.held_out,
         "fingerprints": print_of,
