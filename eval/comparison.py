@@ -126,7 +126,7 @@ COLUMNS = (
     Column("speed", lambda row: row["speedup"]),
     Column("speed with a tree", lambda row: row["tree"] and row["tree"]["speedup"], wide=True),
     Column("params", lambda row: _count(row["parameters"])),
-    Column("training", lambda row: row["seconds"] and f"{row['seconds']:.0f} s"),
+    Column("training", lambda row: None if row["seconds"] is None else f"{row['seconds']:.0f} s"),
     Column("tokens seen", lambda row: _count(row["tokens"])),
 )
 LEGEND = (

@@ -40,15 +40,17 @@ class TreeSearch:
             raise UserError(f"A tree of nodes={self.nodes} prompts={self.prompts} cannot be; both must be at least 1.")
 
 
-def tree_setting(values: Mapping[str, int], setting: str) -> DynamicTree | TreeSearch:
-    """What a config node asks for; UserError names the setting."""
-    if set(values) == {"top_k", "nodes"}:
-        return DynamicTree(**values)
-    if "nodes" in values and set(values) <= {"nodes", "prompts"}:
-        return TreeSearch(**values)
+def tree_setting(values: Mapping[str, int | None], setting: str) -> DynamicTree | TreeSearch:
+    """What a config node asks for; a null is as good as nothing, for a command line cannot take a key away. UserError
+    names the setting."""
+    given = {name: value for name, value in values.items() if value is not None}
+    if set(given) == {"top_k", "nodes"}:
+        return DynamicTree(**given)
+    if "nodes" in given and set(given) <= {"nodes", "prompts"}:
+        return TreeSearch(**given)
     raise UserError(
         f"{setting}={dict(values)} must give nodes, with top_k for a dynamic tree or without for a static one, such as "
-        f"'{setting}={{top_k: 4, nodes: 12}}' or '{setting}={{nodes: 24}}', or be null."
+        f"'{setting}={{top_k: 4, nodes: 12}}' or '{setting}={{top_k: null, nodes: 24}}', or be null."
     )
 
 
@@ -111,7 +113,7 @@ def tree_drafter(
             "request_ids": [request.request_id for request in tree.requests],
         }
         write_json(path, facts | found)
-    return MeasuredDrafter(head, kept)
+    return MeasuredDrafter(head, kept[: tree.depth])
 
 
 def _measured(

@@ -47,7 +47,7 @@ class Plan:
     rows: int = 16
     timed_requests: int = 12
     seed: int = 0
-    tree: Mapping[str, int] | None = None
+    tree: Mapping[str, int | None] | None = None
 
     def __post_init__(self) -> None:
         unknown = [dtype for dtype in self.dtypes if dtype not in DTYPES]
@@ -74,11 +74,6 @@ class Plan:
         for name, values in lists.items():
             if len(set(values)) < len(values):
                 raise UserError(f"eval.{name}={list(values)} says something twice; give each value once.")
-
-    @property
-    def deepest(self) -> int:
-        """The longest draft of all."""
-        return max((self.gamma, *self.gammas))
 
     def within(self, longest: int | None) -> Plan:
         """The same without the further draft lengths that a head cannot reach (None: it has no limit)."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.artifact import UserError
+from heads.packed import packed_linear
 from heads.vocab import DraftVocabulary
 
 if TYPE_CHECKING:  # heads.target builds on the values of this module
@@ -240,7 +242,9 @@ class TargetWeights:
     softcap: float | None = None
 
     def over(self, ids_W: Tensor) -> TargetWeights:
-        """The same with the rows of the projection that belong to these tokens."""
+        """The same with the rows of the projection that belong to these tokens, ascending."""
+        if len(ids_W) == len(self.lm_head_VD):
+            return self
         ids_W = ids_W.to(self.lm_head_VD.device)
         bias_W = None if self.bias_V is None else self.bias_V[ids_W]
         return TargetWeights(self.embedding_VD, self.lm_head_VD[ids_W], bias_W, self.softcap)
@@ -252,7 +256,17 @@ class TargetWeights:
 
     def logits(self, last: Tensor) -> Tensor:
         """The target's logits [..., V] in its own dtype from states after the final norm [..., D]."""
-        logits = F.linear(last.to(self.lm_head_VD.dtype), self.lm_head_VD, self.bias_V)
+        return self._capped(F.linear(last.to(self.lm_head_VD.dtype), self.lm_head_VD, self.bias_V))
+
+    def read(self, output: Tensor) -> Tensor:
+        """The same from a draft's states, a few rows at a time: through a copy that is laid out for that."""
+        return self._capped(self._linear(output.to(self.lm_head_VD.dtype)))
+
+    @cached_property
+    def _linear(self) -> nn.Linear:
+        return packed_linear(self.lm_head_VD, self.bias_V)
+
+    def _capped(self, logits: Tensor) -> Tensor:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
@@ -295,6 +309,13 @@ class DraftHead(nn.Module, ABC):
     def forward(self, features: TargetFeatures) -> LossSums:
         """The training loss; `forward` so that distributed wrappers see the call."""
         return self.loss(features)
+
+    @classmethod
+    def sizes_of(cls, target: FrozenTarget) -> Any:
+        """What the constructor is told of a target as `sizes`: those of its layers."""
+        from heads.layers import BlockSizes  # builds on the values of this module
+
+        return BlockSizes.of(target.config, target.vocab_size)
 
     @abstractmethod
     def initialise(self, target: FrozenTarget) -> None:

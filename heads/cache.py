@@ -128,10 +128,11 @@ class BlockCache:
         source_BN = (before + offset_BN.clamp(min=0)).to(self.device)
         goal_BN = (torch.tensor(self.lengths)[:, None] + torch.arange(kept)).to(self.device)
         for layer in self.kv.layers:
-            heads, size = layer.keys.shape[1], layer.keys.shape[3]
-            source = source_BN[:, None, :, None].expand(-1, heads, -1, size)
-            goal = goal_BN[:, None, :, None].expand(-1, heads, -1, size)
-            for states in (layer.keys, layer.values):
+            for states in (layer.keys, layer.values):  # latent attention has them of different widths
+                source, goal = (
+                    index_BN[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+                    for index_BN in (source_BN, goal_BN)
+                )
                 states.scatter_(2, goal, states.gather(2, source))
 
 

@@ -130,7 +130,7 @@ class EagleHead(RecurrentHead):
 
     def logits(self, output: Tensor) -> Tensor:
         """By the target's own projection."""
-        return self._draftable[0].logits(output)
+        return self._draftable[0].read(output)
 
     def _noisy(self, features: TargetFeatures) -> TargetFeatures:
         """What the head reads in training. The target's say and the states to be met stay clean."""

@@ -89,7 +89,7 @@ class HydraHead(StackedHead):
         return torch.stack(outputs)
 
     def start(self, prompts: Sequence[Sequence[int]]) -> HydraState:
-        return HydraState(Settled(), BlockCache(len(prompts), self.inputs[0].weight.device))
+        return HydraState(Settled(), BlockCache(len(prompts), next(self.inputs.parameters()).device))
 
     @torch.inference_mode()
     def commit(self, state: HydraState, committed: Committed) -> None:

@@ -28,16 +28,15 @@ TOP_K = 10  # tokens that topk_kl looks at, as in HASS
 
 @dataclass(frozen=True)
 class Said:
-    """What the target says on C rows: p and log p [C, W], fp32 or wider, Σ p log p over W [C], and the draft id of the
-    token it wrote [C], -1 where the draft cannot propose it. log p is finite where p has underflowed to zero."""
+    """What the target says on C rows: p [C, W], fp32 or wider, Σ p log p over W [C], and the draft id of the token it
+    wrote [C], -1 where the draft cannot propose it."""
 
     p_CW: Tensor
-    log_p_CW: Tensor
     negentropy_C: Tensor
     token_C: Tensor
 
     def __getitem__(self, rows: slice) -> Said:
-        return Said(self.p_CW[rows], self.log_p_CW[rows], self.negentropy_C[rows], self.token_C[rows])
+        return Said(self.p_CW[rows], self.negentropy_C[rows], self.token_C[rows])
 
 
 Kernel = Callable[[Tensor, Said], tuple[Tensor, Tensor, Tensor]]
@@ -71,7 +70,7 @@ def topk_kl_kernel(logits_CW: Tensor, said: Said) -> tuple[Tensor, Tensor, Tenso
     renormalised on them, so q is still drawn away from all others."""
     top_p_Ck, top_Ck = said.p_CW.topk(min(TOP_K, said.p_CW.shape[1]), dim=-1, sorted=False)
     log_q_CW = torch.log_softmax(logits_CW, dim=-1)
-    loss_C = (top_p_Ck * (said.log_p_CW.gather(1, top_Ck) - log_q_CW.gather(1, top_Ck))).sum(-1)
+    loss_C = (torch.special.xlogy(top_p_Ck, top_p_Ck) - top_p_Ck * log_q_CW.gather(1, top_Ck)).sum(-1)
     q_CW = log_q_CW.exp_()
     overlap_C = torch.minimum(said.p_CW, q_CW).sum(-1)
     return loss_C, q_CW.mul_(top_p_Ck.sum(-1, keepdim=True)).scatter_add_(1, top_Ck, -top_p_Ck), overlap_C
@@ -79,11 +78,12 @@ def topk_kl_kernel(logits_CW: Tensor, said: Said) -> tuple[Tensor, Tensor, Tenso
 
 def rkl_kernel(logits_CW: Tensor, said: Said) -> tuple[Tensor, Tensor, Tensor]:
     """Reverse KL Σ q (log q - log p), exact over the full vocabulary, as q is zero outside W: at best -log of the mass
-    inside. log p comes from the logits and not from p, so it is finite however unlikely a token is."""
+    inside. In fp32 p reaches zero at 104 nats below the likeliest token, and the loss its end: what is below 1e-38
+    counts as that much (88 nats)."""
     log_q_CW = torch.log_softmax(logits_CW, dim=-1)
     q_CW = log_q_CW.exp()
     overlap_C = torch.minimum(said.p_CW, q_CW).sum(-1)
-    slope_CW = log_q_CW.sub_(said.log_p_CW)
+    slope_CW = log_q_CW.sub_(said.p_CW.clamp_min(_tiny(q_CW)).log_())
     loss_C = (q_CW * slope_CW).sum(-1)
     return loss_C, q_CW.mul_(slope_CW.sub_(loss_C[:, None])), overlap_C
 
@@ -95,7 +95,7 @@ def jsd_kernel(logits_CW: Tensor, said: Said) -> tuple[Tensor, Tensor, Tensor]:
     q_CW = log_q_CW.exp()
     overlap_C = torch.minimum(said.p_CW, q_CW).sum(-1)
     # Where m is too small for its logarithm, q is as small and its slope does not count.
-    mean_CW = (said.p_CW + q_CW).mul_(0.5).clamp_min_(torch.finfo(q_CW.dtype).tiny)
+    mean_CW = (said.p_CW + q_CW).mul_(0.5).clamp_min_(_tiny(q_CW))
     log_mean_CW = mean_CW.log()
     outside_C = (1 - said.p_CW.sum(-1)).clamp_min(0)
     mixed_C = mean_CW.mul_(log_mean_CW).sum(-1)
@@ -115,16 +115,12 @@ def tv_kernel(logits_CW: Tensor, said: Said) -> tuple[Tensor, Tensor, Tensor]:
 
 def lk_alpha_kernel(logits_CW: Tensor, said: Said) -> tuple[Tensor, Tensor, Tensor]:
     """-log Σ min(p, q), exact over the full vocabulary: the negative log-likelihood that a drafted token is accepted.
-
-    Taken from the logarithms, so that value and gradient are right where the overlap itself has underflowed.
-    """
-    log_q_CW = torch.log_softmax(logits_CW, dim=-1)
-    log_least_CW = torch.minimum(said.log_p_CW, log_q_CW)
-    log_overlap_C = log_least_CW.logsumexp(-1)
-    share_CW = log_least_CW.sub_(log_overlap_C[:, None]).exp_()
-    helped_CW = share_CW.masked_fill_(log_q_CW >= said.log_p_CW, 0.0)
-    helped_C1 = helped_CW.sum(-1, keepdim=True)
-    return -log_overlap_C, log_q_CW.exp_().mul_(helped_C1).sub_(helped_CW), log_overlap_C.exp()
+    Its gradient is that of total variation over the overlap, so a row is learnt however small its overlap is, down to
+    1e-38 (a loss of 88)."""
+    q_CW = torch.softmax(logits_CW, dim=-1)
+    overlap_C = torch.minimum(said.p_CW, q_CW).sum(-1)
+    least_C = overlap_C.clamp_min(_tiny(q_CW))
+    return -least_C.log(), _overlap_gradient(q_CW, said.p_CW).div_(-least_C[:, None]), overlap_C
 
 
 def lk_lambda_kernel(logits_CW: Tensor, said: Said, *, eta: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,6 +144,11 @@ def _overlap_gradient(q_CW: Tensor, p_CW: Tensor) -> Tensor:
     """d Σ min(p, q) / d logits: only where q < p does more q help."""
     helped_CW = torch.where(q_CW < p_CW, q_CW, 0.0)
     return helped_CW - q_CW * helped_CW.sum(-1, keepdim=True)
+
+
+def _tiny(like: Tensor) -> float:
+    """The least positive number that is held without loss of digits."""
+    return torch.finfo(like.dtype).tiny
 
 
 KERNELS: dict[str, Kernel] = {

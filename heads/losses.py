@@ -73,7 +73,7 @@ class TargetRows:
         """What the target says at places low…high, fp32 or wider."""
         log_p_CW = wide(self.weights.logits(self.last_ND[low:high])).sub_(self.lse_N[low:high, None])
         p_CW = log_p_CW.exp()
-        return Said(p_CW, log_p_CW, (log_p_CW * p_CW).sum(-1), self.token_N[low:high])
+        return Said(p_CW, log_p_CW.mul_(p_CW).sum(-1), self.token_N[low:high])
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,19 @@ class _Walk:
         weight_WD, sizes = self.weight[k], [len(span.valid_C) for span in spans]
         hidden_RD = torch.cat([self.hidden_KND[span.k, span.rows] for span in spans])
         logits_RW = F.linear(hidden_RD, weight_WD, None if self.bias_W is None else self.bias_W[k])
-        gradient_RW = torch.empty_like(logits_RW)
-        parts = zip(spans, said, logits_RW.split(sizes), gradient_RW.split(sizes), strict=True)
+        scales = []
+        for span, says, logits in zip(spans, said, logits_RW.split(sizes), strict=True):
+            # In the loop and not in a function of its own: what a pass leaves lives until the next one has made its
+            # own. Given back to the system in between, the memory would be paged in anew each time.
+            logits_CW = self._capped(logits)
+            match_C = logits_CW.max(-1).indices == says.token_C
+            loss_C, gradient_CW, overlap_C = self.kernel(logits_CW, says)
+            if self.softcap is not None:
+                gradient_CW.mul_(1 - (logits_CW / self.softcap).square_())
+            logits.copy_(gradient_CW)  # they are done with
+            scales.append(self._count(span, loss_C, overlap_C, match_C))
         # Depth weights and invalid pairs scale rows: cheaper on the states than on the logits.
-        scale_R1 = torch.cat([self._judge(*part) for part in parts])[:, None].to(logits_RW.dtype)
+        gradient_RW, scale_R1 = logits_RW, torch.cat(scales)[:, None].to(logits_RW.dtype)
         grad_RD = (gradient_RW @ weight_WD).mul_(scale_R1)
         for span, grad in zip(spans, grad_RD.split(sizes), strict=True):
             self.hidden_grad[span.k, span.rows] = grad
@@ -200,19 +209,16 @@ class _Walk:
         if self.weight_grad is not None:
             self.weight_grad[k].add_(gradient_RW.T @ hidden_RD.mul_(scale_R1))
 
-    def _judge(self, span: _Span, said: Said, logits: Tensor, gradient: Tensor) -> Tensor:
-        """Take in one pass and leave its gradient by the logits in `gradient`; returns what each row weighs [C]."""
-        k, rows = span.k, span.rows
-        logits_CW = wide(logits)
-        if self.softcap is not None:
-            logits_CW = (logits_CW / self.softcap).tanh_().mul_(self.softcap)
-        self.match_KN[k, rows] = (logits_CW.max(-1).indices == said.token_C) & span.valid_C
-        loss_C, gradient_CW, overlap_C = self.kernel(logits_CW, said)
-        if self.softcap is not None:
-            gradient_CW.mul_(1 - (logits_CW / self.softcap).square_())
-        gradient.copy_(gradient_CW)
-        self.overlap_KN[k, rows] = overlap_C * span.valid_C
-        scale_C = self.objective.weight(k, self.overlap_KN[:, rows]) * span.valid_C
-        self.loss_K[k] += (loss_C * span.valid_C).sum()
+    def _capped(self, logits: Tensor) -> Tensor:
+        """The draft's logits, at least fp32."""
+        return wide(logits) if self.softcap is None else (wide(logits) / self.softcap).tanh_().mul_(self.softcap)
+
+    def _count(self, span: _Span, loss_C: Tensor, overlap_C: Tensor, match_C: Tensor) -> Tensor:
+        """Add one pass to the sums; returns what each of its rows weighs [C]."""
+        k, rows, valid_C = span.k, span.rows, span.valid_C
+        self.match_KN[k, rows] = match_C & valid_C
+        self.overlap_KN[k, rows] = overlap_C * valid_C
+        scale_C = self.objective.weight(k, self.overlap_KN[:, rows]) * valid_C
+        self.loss_K[k] += (loss_C * valid_C).sum()
         self.total += (loss_C * scale_C).sum()
         return scale_C

@@ -81,4 +81,7 @@ class MedusaHead(StackedHead):
         """The logits [B, W] of the first `depth` heads. UserError when there are not as many."""
         self.check_depth(depth)
         last_BD, _ = state.newest
-        return [self.logits(level, self.blocks[level](last_BD)) for level in range(depth)]
+        hidden = [self.blocks[level](last_BD) for level in range(depth)]
+        if self.shared:  # one product for all depths reads the large matrix once
+            return list(self.logits(0, torch.stack(hidden)))
+        return [self.logits(level, one_BD) for level, one_BD in enumerate(hidden)]

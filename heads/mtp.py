@@ -65,7 +65,7 @@ class MTPHead(RecurrentHead):
 
     def attach(self, target: TargetWeights) -> None:
         super().attach(target)
-        self._draftable = [target if self.vocab.full else target.over(self.vocab.ids_W)]
+        self._draftable = [target.over(self.vocab.ids_W)]
 
     @torch.no_grad()
     def initialise(self, target: FrozenTarget) -> None:
@@ -129,7 +129,7 @@ class MTPHead(RecurrentHead):
 
     def logits(self, output: Tensor) -> Tensor:
         """By the target's own projection."""
-        return self._draftable[0].logits(output)
+        return self._draftable[0].read(output)
 
 
 def _scale_between_layers(target: FrozenTarget) -> Tensor:

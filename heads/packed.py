@@ -40,6 +40,15 @@ class PackedLinear(nn.Linear):
         return output
 
 
+def packed_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A frozen linear layer over these very tensors, packed where this machine can."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return PackedLinear(layer) if _packable(weight) else layer
+
+
 def pack_linears(module: nn.Module) -> None:
     """Replace every linear layer of a module that is used for inference only, where this machine can."""
     for parent in list(module.modules()):

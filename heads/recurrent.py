@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from heads.base import Committed, DraftHead, Draw, Proposal, TargetFeatures
 from heads.cache import Block, BlockCache
@@ -43,16 +43,100 @@ class Slot:
     residual: Tensor
 
 
-class RecurrentHead(DraftHead):
-    """A subclass sets `layer` and `rotary` and says how slots are made (`given`, `slot`) and closed (`outcome`,
-    `logits`)."""
+class SelfFedHead(DraftHead):
+    """Drafts by feeding on its own outcome, over a cache of the committed slots. A subclass sets `rotary` and says
+    what settled slots begin with (`given`), how a block of slots is run (`slots`) and read (`logits`)."""
 
-    layer: DraftBlock
-    rotary: Rotary
+    rotary: nn.Module
 
     @abstractmethod
     def given(self, taps: Tensor, last: Tensor) -> Tensor:
         """The hidden state [..., D] of a slot that the target has settled, out of h_t."""
+
+    @abstractmethod
+    def unroll(self, features: TargetFeatures, starts_N: Tensor, depth: int) -> Tensor:
+        """Output states [K, N, D] of all passes of the training over one packed batch."""
+
+    @abstractmethod
+    def slots(
+        self, cache: BlockCache, next_ids_BM: Tensor, hidden_BMD: Tensor, block: Block, rope: Rope | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A block of new slots, appended to the cache: (what the slot after each is fed, the state that `logits`
+        reads), both [B, M, D]. rope: cos and sin of the slots' positions, where they are known already."""
+
+    @abstractmethod
+    def logits(self, output: Tensor) -> Tensor:
+        """The draft's logits [..., W] from a state that `slots` gave."""
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> RecurrentState:
+        return RecurrentState(BlockCache(len(prompts), next(self.parameters()).device))
+
+    def commit(self, state: RecurrentState, committed: Committed) -> None:
+        assert not state.pending, "a proposal comes between two commits"
+        state.pending.append(committed)
+
+    @torch.inference_mode()
+    def propose(self, state: RecurrentState, depth: int, draw: Draw) -> Proposal:
+        fed_BD, output_BD = self._settle(state)
+        settled, rows = list(state.cache.lengths), len(fed_BD)
+        ahead_BN = torch.tensor(settled, device=fed_BD.device)[:, None] + torch.arange(depth, device=fed_BD.device)
+        tables = self.rotary(fed_BD, ahead_BN)
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        for step in range(depth):
+            if step > 0:
+                rope = (tables[0][:, step - 1 : step], tables[1][:, step - 1 : step])
+                block = state.cache.place([1] * rows)
+                fed_B1D, output_B1D = self.slots(state.cache, tokens[-1][:, None], fed_BD[:, None], block, rope)
+                state.cache.keep([1] * rows)
+                fed_BD, output_BD = fed_B1D[:, 0], output_B1D[:, 0]
+            drafted_BK = torch.stack(tokens, 1) if tokens else None
+            index_B, q_BW = draw(self.logits(output_BD), drafted_BK=drafted_BK, vocab=self.vocab)
+            tokens.append(self.vocab.to_target(index_B))
+            if q_BW is not None:
+                probs.append(self.vocab.scatter(q_BW))
+        state.cache.forget(settled)
+        return Proposal.chain(torch.stack(tokens, 1), probs_BNV=torch.stack(probs, 1) if probs else None)
+
+    @torch.inference_mode()
+    def propose_tree(self, state: RecurrentState, depth: int, tree: Tree) -> Proposal:
+        fed_BD, output_BD = self._settle(state)
+        fed_BMD = fed_BD[:, None]
+
+        def step(tokens_BM: Tensor, slots_BM: Tensor, seen_BMS: Tensor, level: int) -> Tensor:
+            nonlocal fed_BMD
+            hidden_BMD = fed_BMD.gather(1, slots_BM[..., None].expand(-1, -1, fed_BMD.shape[-1]))
+            block = state.cache.place_open(seen_BMS, level - 1)
+            fed_BMD, output_BMD = self.slots(state.cache, tokens_BM, hidden_BMD, block)
+            return self.logits(output_BMD)
+
+        proposal = draft_tree(self.logits(output_BD), step, self.vocab, tree, depth)
+        state.cache.forget(state.cache.lengths)
+        return proposal
+
+    def _settle(self, state: RecurrentState) -> tuple[Tensor, Tensor]:
+        """Take in the committed slots; returns what the last of each row feeds on [B, D], and its output [B, D]."""
+        committed = state.pending.pop()
+        counts = [int(count) for count in committed.count_B]
+        hidden_BMD = self.given(committed.taps_BME, committed.last_BMD)
+        block = state.cache.place(counts)
+        fed_BMD, output_BMD = self.slots(state.cache, committed.next_ids_BM, hidden_BMD, block)
+        state.cache.keep(counts)
+        last_B = torch.tensor(counts, device=hidden_BMD.device) - 1
+        each_B = torch.arange(len(counts), device=hidden_BMD.device)
+        return fed_BMD[each_B, last_B], output_BMD[each_B, last_B]
+
+    def embed(self, ids: Tensor, like: Tensor) -> Tensor:
+        """The target's embeddings of tokens, in the dtype of other states."""
+        return self.target.embedding_VD[ids].to(like.dtype)
+
+
+class RecurrentHead(SelfFedHead):
+    """A self-fed head of one `heads.layers.DraftBlock`. A subclass sets `layer` and `rotary` and says how slots are
+    made (`given`, `slot`) and closed (`outcome`, `logits`)."""
+
+    layer: DraftBlock
+    rotary: Rotary
 
     @abstractmethod
     def slot(self, next_ids: Tensor, fed: Tensor, positions: Tensor) -> Slot:
@@ -62,15 +146,8 @@ class RecurrentHead(DraftHead):
     def outcome(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """(what the next slot is fed, the state that the vocabulary projection reads), both [..., D]."""
 
-    @abstractmethod
-    def logits(self, output: Tensor) -> Tensor:
-        """The draft's logits [..., W] from a state that `outcome` gave."""
-
-    # ---- training -------------------------------------------------------------------------------------------------
-
     def unroll(self, features: TargetFeatures, starts_N: Tensor, depth: int) -> Tensor:
-        """Output states [K, N, D] of all passes over one packed batch. Keys and values of pass 0 are made for every
-        slot, everything else for the starts only."""
+        """Keys and values of pass 0 are made for every slot, everything else for the starts only."""
         positions_T = torch.cat([torch.arange(length, device=starts_N.device) for length in features.lengths])
         columns = Columns(features.lengths, starts_N)
         following_T = features.ids_T.roll(-1)  # the last slot of a document gets a wrong token and is never a start
@@ -95,73 +172,9 @@ class RecurrentHead(DraftHead):
             outputs.append(output_ND.to(attended_ND.dtype))
         return torch.stack(outputs)
 
-    # ---- drafting -------------------------------------------------------------------------------------------------
-
-    def start(self, prompts: Sequence[Sequence[int]]) -> RecurrentState:
-        return RecurrentState(BlockCache(len(prompts), self.layer.self_attn.o_proj.weight.device))
-
-    def commit(self, state: RecurrentState, committed: Committed) -> None:
-        assert not state.pending, "a proposal comes between two commits"
-        state.pending.append(committed)
-
-    @torch.inference_mode()
-    def propose(self, state: RecurrentState, depth: int, draw: Draw) -> Proposal:
-        fed_BD, output_BD = self._settle(state)
-        settled, rows = list(state.cache.lengths), len(fed_BD)
-        ahead_BN = torch.tensor(settled, device=fed_BD.device)[:, None] + torch.arange(depth, device=fed_BD.device)
-        tables = self.rotary(fed_BD, ahead_BN)
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        for step in range(depth):
-            if step > 0:
-                rope = (tables[0][:, step - 1 : step], tables[1][:, step - 1 : step])
-                block = state.cache.place([1] * rows)
-                fed_B1D, output_B1D = self._slots(state.cache, tokens[-1][:, None], fed_BD[:, None], block, rope)
-                state.cache.keep([1] * rows)
-                fed_BD, output_BD = fed_B1D[:, 0], output_B1D[:, 0]
-            drafted_BK = torch.stack(tokens, 1) if tokens else None
-            index_B, q_BW = draw(self.logits(output_BD), drafted_BK=drafted_BK, vocab=self.vocab)
-            tokens.append(self.vocab.to_target(index_B))
-            if q_BW is not None:
-                probs.append(self.vocab.scatter(q_BW))
-        state.cache.forget(settled)
-        return Proposal.chain(torch.stack(tokens, 1), probs_BNV=torch.stack(probs, 1) if probs else None)
-
-    @torch.inference_mode()
-    def propose_tree(self, state: RecurrentState, depth: int, tree: Tree) -> Proposal:
-        fed_BD, output_BD = self._settle(state)
-        fed_BMD = fed_BD[:, None]
-
-        def step(tokens_BM: Tensor, slots_BM: Tensor, seen_BMS: Tensor, level: int) -> Tensor:
-            nonlocal fed_BMD
-            hidden_BMD = fed_BMD.gather(1, slots_BM[..., None].expand(-1, -1, fed_BMD.shape[-1]))
-            block = state.cache.place_open(seen_BMS, level - 1)
-            fed_BMD, output_BMD = self._slots(state.cache, tokens_BM, hidden_BMD, block)
-            return self.logits(output_BMD)
-
-        proposal = draft_tree(self.logits(output_BD), step, self.vocab, tree, depth)
-        state.cache.forget(state.cache.lengths)
-        return proposal
-
-    def _settle(self, state: RecurrentState) -> tuple[Tensor, Tensor]:
-        """Take in the committed slots; returns what the last of each row feeds on [B, D], and its output [B, D]."""
-        committed = state.pending.pop()
-        counts = [int(count) for count in committed.count_B]
-        hidden_BMD = self.given(committed.taps_BME, committed.last_BMD)
-        block = state.cache.place(counts)
-        fed_BMD, output_BMD = self._slots(state.cache, committed.next_ids_BM, hidden_BMD, block)
-        state.cache.keep(counts)
-        last_B = torch.tensor(counts, device=hidden_BMD.device) - 1
-        each_B = torch.arange(len(counts), device=hidden_BMD.device)
-        return fed_BMD[each_B, last_B], output_BMD[each_B, last_B]
-
-    def _slots(
+    def slots(
         self, cache: BlockCache, next_ids_BM: Tensor, hidden_BMD: Tensor, block: Block, rope: Rope | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The layer over a block of new slots, appended to the cache: (what is fed on, output state).
-
-        rope: cos and sin of the slots' positions, where they are known already.
-        """
         slot = self.slot(next_ids_BM, hidden_BMD, block.positions_BN)
         rope = rope if rope is not None else self.rotary(slot.x, block.positions_BN)
         return self.outcome(slot.residual, self.layer.self_attn.cached(slot.x, rope, cache, block.allowed_BNC))
@@ -170,7 +183,3 @@ class RecurrentHead(DraftHead):
         """cos and sin [N, head_dim] for packed positions [N]."""
         cos, sin = self.rotary(states, positions[None])
         return cos[0], sin[0]
-
-    def embed(self, ids: Tensor, like: Tensor) -> Tensor:
-        """The target's embeddings of tokens, in the dtype of other states."""
-        return self.target.embedding_VD[ids].to(like.dtype)

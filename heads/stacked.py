@@ -75,8 +75,9 @@ class Settled:
 
 
 class StackedHead(DraftHead):
-    """K = depth stacks of L = blocks residual blocks; projection: one of PROJECTIONS; loss, decay, eta: see
-    heads.losses.Objective; own: arguments of the subclass. Raises UserError on values that cannot be."""
+    """K = depth stacks of L = blocks residual blocks; projection: one of PROJECTIONS, where own ones have neither bias
+    nor cap, as servers read them; loss, decay, eta: see heads.losses.Objective; own: arguments of the subclass. Raises
+    UserError on values that cannot be."""
 
     def __init__(
         self,
@@ -110,13 +111,13 @@ class StackedHead(DraftHead):
     def attach(self, target: TargetWeights) -> None:
         super().attach(target)
         # The target's logits over the draft vocabulary need these rows only.
-        self._draftable = [target if self.vocab.full else target.over(self.vocab.ids_W)]
+        self._draftable = [target.over(self.vocab.ids_W)]
 
     @torch.no_grad()
     def initialise(self, target: FrozenTarget) -> None:
         """Own projections start as the target's rows; the blocks are the identity already."""
-        for lm_head in self.lm_heads:
-            lm_head.weight.copy_(target.weights.lm_head_VD[self.vocab.ids_W.to(target.device)])
+        for weight_WD in self.lm_heads.parameters():
+            weight_WD.copy_(target.weights.lm_head_VD[self.vocab.ids_W.to(target.device)])
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -136,16 +137,21 @@ class StackedHead(DraftHead):
         return summed(unrolled_loss(hidden_KND, self._projection(), rows, valid_KN, self.objective), valid_KN)
 
     def _projection(self) -> Projection:
-        if not len(self.lm_heads):
+        if self.shared:
             return self._draftable[0].projection
-        return Projection(torch.stack([lm_head.weight for lm_head in self.lm_heads]))
+        return Projection(torch.stack(list(self.lm_heads.parameters())))
 
     # ---- drafting -------------------------------------------------------------------------------------------------
 
+    @property
+    def shared(self) -> bool:
+        """Whether all depths read by the target's projection."""
+        return not len(self.lm_heads)
+
     def logits(self, level: int, hidden: Tensor) -> Tensor:
         """The draft's logits [..., W] at a depth (from 0) from what its stack gave [..., D]."""
-        if not len(self.lm_heads):
-            return self._draftable[0].logits(hidden)
+        if self.shared:
+            return self._draftable[0].read(hidden)
         logits: Tensor = self.lm_heads[level](hidden)
         return logits
 

@@ -108,6 +108,8 @@ class FrozenTarget:
         if adapter is not None:
             model = _merge_adapter(model, adapter)
         model.to(device)
+        if dtype == "float64":
+            model.set_experts_implementation("eager")  # the grouped products of experts know no doubles
         pack_linears(model)
         group_attention(model)
         return cls(model=model, tokenizer=tokenizer, path=str(path), fingerprint=fingerprint)

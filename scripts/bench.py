@@ -61,14 +61,15 @@ def bench_decode(cfg: DictConfig) -> None:
     from eval.decode import Clock, DecodeSettings, decode
     from eval.suite import spread
     from heads.checkpoint import load_head
-    from scripts.evaluate import held_out_requests, plan_tree, proposers
+    from scripts.drafters import plan_tree, proposers
+    from scripts.prompts import held_out_requests
 
     head_dir = Path(cfg.head_dir)
     print(f"bench     decoding with {head_dir} at batch 1, in turn with plain decoding", flush=True)
-    load_head(head_dir).check_depth(max(cfg.bench.gammas), "bench.gammas")
+    load_head(head_dir).check_depth(max(cfg.bench.gammas, default=0), "bench.gammas")
     requests = spread(held_out_requests(cfg), cfg.bench.requests)
     plan = build(cfg, "eval")
-    tree = plan_tree(cfg, plan.tree, "eval.tree", max(cfg.bench.gammas))
+    tree = plan_tree(cfg, plan.tree, "eval.tree", max(cfg.bench.gammas, default=1))
     for dtype in plan.dtypes:
         target = load_target(cfg, dtype)
         *_, head = proposers("head", head_dir, target, tree).values()  # its tree, where there is one
@@ -97,7 +98,7 @@ def bench_peers(cfg: DictConfig) -> None:
     from eval.peers import compare, drafts, first_layers
     from eval.suite import spread
     from heads.artifact import UserError
-    from scripts.evaluate import held_out_requests
+    from scripts.prompts import held_out_requests
 
     print("bench     the same drafts in our loop and in transformers' assisted generation, batch 1", flush=True)
     requests, plan = spread(held_out_requests(cfg), cfg.bench.requests), build(cfg, "eval")

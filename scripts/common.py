@@ -141,10 +141,9 @@ def build_head(cfg: DictConfig, target: FrozenTarget, vocab: DraftVocabulary) ->
     """The head of the config, sized for the target, attached to it and with its starting weights."""
     import torch
 
-    from heads.layers import BlockSizes
-
     torch.manual_seed(cfg.seed)
-    head = _head_class(cfg)(sizes=BlockSizes.of(target.config, target.vocab_size), vocab=vocab)
+    made = _head_class(cfg)
+    head = made(sizes=made.func.sizes_of(target), vocab=vocab)
     head.to(target.device)
     if cfg.head.from_target:
         head.initialise(target)
@@ -168,18 +167,16 @@ def head_needs(cfg: DictConfig, target: FrozenTarget) -> Any:
     """Which features the head of the config wants of this target; builds it without memory to ask it."""
     import torch
 
-    from heads.layers import BlockSizes
     from heads.vocab import DraftVocabulary
 
     wanted, every = cfg.head.get("draft_vocab_size"), torch.zeros(target.vocab_size)
     if wanted is not None:
         DraftVocabulary.choose(every, wanted, target.eos_token_ids)  # refuses what would fail after hours of answers
-    sizes, vocab = BlockSizes.of(target.config, target.vocab_size), DraftVocabulary.identity(1)
+    made = _head_class(cfg)
     with torch.device("meta"):
-        return _head_class(cfg)(sizes=sizes, vocab=vocab).needs
+        return made(sizes=made.func.sizes_of(target), vocab=DraftVocabulary.identity(1)).needs
 
 
-def _head_class(cfg: DictConfig) -> Callable[..., DraftHead]:
-    """The head's class with the constructor arguments of its config; the rest of that config is decided outside."""
-    head_class: Callable[..., DraftHead] = build(cfg, "head", _partial_=True)
-    return head_class
+def _head_class(cfg: DictConfig) -> Any:
+    """The head's class (`func`) with the constructor arguments of its config; the rest of it is decided outside."""
+    return build(cfg, "head", _partial_=True)

@@ -30,7 +30,8 @@ def run(cfg: DictConfig) -> bool:
     from eval.law import CONTROLS, check, check_damage, exact_cases, typical_cases
     from heads.artifact import read_manifest, write_atomic, write_json, write_manifest
     from heads.checkpoint import load_head
-    from scripts.evaluate import plan_tree, some_requests
+    from scripts.drafters import plan_tree
+    from scripts.prompts import some_requests
 
     how: ProofSettings = build(cfg, "prove")
     check_damage(cfg.damage)
@@ -72,7 +73,7 @@ def _proposers(
     from eval.certificate import HEAD
     from eval.exactness import DamagedDraft
     from eval.static_tree import tree_drafter
-    from scripts.evaluate import ready_head
+    from scripts.drafters import ready_head
     from scripts.rivals import build_rivals
 
     head = ready_head(Path(cfg.head_dir), target)

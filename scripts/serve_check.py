@@ -40,7 +40,7 @@ def run(cfg: DictConfig) -> bool:
     from eval.server_check import check, to_lines
     from heads.artifact import write_manifest
     from heads.export.vllm import check_export
-    from scripts.evaluate import some_requests
+    from scripts.prompts import some_requests
 
     values = plain(cfg)
     for name, hint in _SETTINGS.items():

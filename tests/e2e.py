@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from scripts.common import one_sentence
-from tests.tiny import save_tiny
+from tests.tiny import bring_module, save_tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = ("traffic", "features", "head", "report", "export")
@@ -72,7 +72,7 @@ class Finished:
 
 def new_place(folder: Path) -> Place:
     folder.mkdir(parents=True, exist_ok=True)
-    target = save_tiny(folder / "tiny")
+    target = bring_module(save_tiny(folder / "tiny"))
     return Place(target, write_rows(folder / "traffic.jsonl", conversations(60)), folder)
 
 

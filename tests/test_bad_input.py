@@ -228,9 +228,9 @@ def test_a_run_that_goes_on_with_other_settings(refuse: Refuse, copied: e2e.Plac
         ("head.taps=[3,3,6]", "must be ascending, distinct and between 0 and 7"),
         ("head.taps=[6,3,1]", "must be ascending, distinct and between 0 and 7"),
         ("head.taps=[1,3,8]", "must be ascending, distinct and between 0 and 7"),
-        ("head.depth=0", "the depth ≥ 1"),
+        ("head.depth=0", "set head.depth"),
         ("head.draft_vocab_size=97", "A draft vocabulary of 97 is not between 1 (special tokens) and 96"),
-        ("head.loss=mse", "the loss is one of kl"),
+        ("head.loss=mse", "set head.loss to one of ce, kl"),
         ("generation.max_new_tokens=0", "generation.max_new_tokens=0 is not allowed"),
         ("generation.temperature=-1", "generation.temperature=-1 is not allowed"),
         ("generation.max_new_tokens=100000", "no room for max_new_tokens"),
@@ -337,8 +337,8 @@ def test_control_c_is_no_fault(finished: e2e.Finished, capsys: pytest.CaptureFix
     [
         ("train.epoch=3", "There is no setting train.epoch"),
         ("nonsense=1", "There is no setting nonsense"),
-        ("head=nothing", "There is no config head/nothing; there are eagle3"),
-        ("experiment=nothing", "There is no config experiment/nothing; there are demo"),
+        ("head=nothing", "There is no config head/nothing; there are eagle, eagle3, hydra_mlp"),
+        ("experiment=nothing", "There is no config experiment/nothing; there are compare, demo"),
         ("head.taps=[1", "The override head.taps=[1 cannot be read"),
     ],
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,20 @@ from training.step import GradientStep
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 31
+COUNT = 34
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
 HEADS = [name for group, name in OPTIONS if group == "head"]
+
+
+def jobs(words: Sequence[str]) -> list[list[str]]:
+    """The overrides of each run that a command line starts: one, or with --multirun one for each choice."""
+    if "--multirun" not in words:
+        return [list(words)]
+    pairs = [word.partition("=") for word in words if word != "--multirun"]
+    choices = [[f"{key}={value}" for value in values.split(",")] for key, _, values in pairs]
+    return [list(job) for job in itertools.product(*choices)]
 
 
 def test_all_files_are_found() -> None:
@@ -71,9 +81,15 @@ def test_an_experiment_opens_with_its_command(name: str) -> None:
     words = shlex.split(lines[1].removeprefix("# "))
     assert words[:2] == ["python", "-m"] and find_spec(words[2]) is not None and words[2].startswith("scripts.")
     assert f"experiment={name}" in words[3:]
-    cfg = e2e.config(*words[3:])
-    assert cfg.name == name
-    check_all(cfg)
+    for job in jobs(words[3:]):
+        cfg = e2e.config(*job)
+        assert cfg.name == name
+        check_all(cfg)
+
+
+def test_the_comparison_names_every_head() -> None:
+    words = shlex.split((CONF / "experiment/compare.yaml").read_text().splitlines()[1].removeprefix("# "))
+    assert sorted(job[-1] for job in jobs(words[3:])) == [f"head={name}" for name in sorted(HEADS)]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -84,8 +100,9 @@ def test_comments_name_only_commands_that_compose(file: str) -> None:
     if file.startswith(("traffic/", "experiment/", "bench/", "rival/")):
         assert found, "no command shows how to use it"
     for module, line in found:
-        name = module if module in ("bench", "serve_check", "prove") else "config"
-        e2e.config(*shlex.split(line), name=name)
+        name = module if module in ("bench", "serve_check", "prove", "compare") else "config"
+        for job in jobs(shlex.split(line)):
+            e2e.config(*job, name=name)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -170,6 +187,7 @@ def heard(folder: Path, *more: str) -> Seen:
     secret = "call +44 20 7946 0958 or (650) 253-0000"
     rows: list[Seen] = [{"id": f"c{index}", "turns": [f"w{index} w2 w3 w4"]} for index in range(6)]
     rows += [{"turns": ["w1"], "tag": "x"}, {"turns": [secret]}, {"turns": [f"{secret.upper()} "]}]
+    rows += [{"prompt": "w8 w8"}]
     rows += [{"messages": [{"role": "user", "content": "w9 w9"}, {"role": "assistant", "content": ""}]}]
     path = e2e.write_rows(folder / "t.jsonl", rows)
     reading = build(e2e.config("traffic=files", f"traffic.path={path}", *more), "traffic")
@@ -184,7 +202,7 @@ def heard(folder: Path, *more: str) -> Seen:
 TRAFFIC = {
     # setting: (of the one reading, of the other, what differs)
     "path": ([], ["traffic.path={other}"], "texts"),
-    "format": ([], ["traffic.format=sharegpt"], "reasons"),
+    "format": ([], ["traffic.format=prompts"], "texts"),
     "rows": ([], ["traffic.rows=3"], "texts"),
     "held_out": ([], ["traffic.held_out=0.5"], "held_out"),
     "limit": ([], ["traffic.limit=2"], "texts"),
@@ -345,6 +363,11 @@ EVERY_HEAD = {
     "draft_vocab_size": ["head.draft_vocab_size=32"],
     "from_target": ["head.from_target=false"],
 }
+STACKED = EVERY_HEAD | {
+    "from_target": ["head.projection=own", "head.from_target=false"],
+    "blocks": ["head.blocks=2"],
+    "projection": ["head.projection=own"],
+}
 HEAD = {
     "eagle": EVERY_HEAD
     | {
@@ -360,9 +383,13 @@ HEAD = {
         "norm_output": ["head.norm_output=true"],
         "qk_norm": ["head.qk_norm=true"],
     },
+    "hydra_mlp": STACKED | {"prefix_attention": ["head.prefix_attention=true"]},
+    "medusa": STACKED,
     "mtp": EVERY_HEAD | {"final_norm": ["head.final_norm=true"]},
+    "mtp_native": EVERY_HEAD | {"norm_output": ["head.norm_output=false"], "zero_first": ["head.zero_first=true"]},
 }
 HEAD_BASE = {"eta": ["head.loss=lk_lambda"]}
+STACKED_BASE = HEAD_BASE | {"from_target": ["head.projection=own"]}
 
 
 @pytest.fixture(scope="module")
@@ -372,18 +399,20 @@ def target(small: e2e.Place) -> FrozenTarget:
 
 @pytest.mark.parametrize(("name", "setting"), [(name, setting) for name in HEAD for setting in HEAD[name]])
 def test_head(small: e2e.Place, target: FrozenTarget, name: str, setting: str) -> None:
-    """The loss on the same documents, and with them all it depends on."""
+    """The loss on the same documents, and with them all it depends on, and how many parameters there are: blocks that
+    start as the identity show only there."""
 
-    def loss(cfg: DictConfig) -> float:
+    def seen(cfg: DictConfig) -> tuple[float, int]:
         taps = head_needs(cfg, target).taps
         documents = [([5, 9, 12, 6, 30, 31, 32, 33, 34, 35], [False] * 4 + [True] * 6)]
         vocab = DraftVocabulary.choose(torch.ones(target.vocab_size), cfg.head.draft_vocab_size)
-        return build_head(cfg, target, vocab).loss(features_of(target, documents, taps)).loss.item()
+        head = build_head(cfg, target, vocab)
+        return head.loss(features_of(target, documents, taps)).loss.item(), sum(p.numel() for p in head.parameters())
 
-    base = [f"head={name}", *HEAD_BASE.get(setting, [])]
-    first = loss(e2e.config(*overrides(small, *base)))
-    assert loss(e2e.config(*overrides(small, *base))) == first
-    assert loss(e2e.config(*overrides(small, f"head={name}", *HEAD[name][setting]))) != first
+    base = [f"head={name}", *(STACKED_BASE if name in ("medusa", "hydra_mlp") else HEAD_BASE).get(setting, [])]
+    first = seen(e2e.config(*overrides(small, *base)))
+    assert seen(e2e.config(*overrides(small, *base))) == first
+    assert seen(e2e.config(*overrides(small, f"head={name}", *HEAD[name][setting]))) != first
 
 
 EVAL = {
@@ -405,7 +434,7 @@ DECODING = {
     "top_p": (["eval.top_p=0.05"], "tokens"),
     "rows": (["eval.rows=2"], "tokens"),  # draws are made for the rows of a batch together
     "timed_requests": (["eval.timed_requests=1"], "timed"),
-    "tree": (["eval.tree={top_k:2,nodes:4}"], "tokens"),
+    "tree": (["eval.tree={top_k:2,nodes:4}"], "files"),
 }
 
 
@@ -417,9 +446,9 @@ def decoded(done: e2e.Place, folder: Path, in_folder: Callable, *more: str) -> S
         shutil.copytree(done.run / stage, place.run / stage)
     evaluate.run(e2e.config(*overrides(place, *few, *more)))
     files = {path.name: path.read_text().splitlines() for path in (place.run / "report/traces").iterdir()}
-    drafter = "eagle3_tree" if any("eval.tree" in one for one in more) else "eagle3"
-    sampled = [json.loads(line)["tokens"] for line in files[f"{drafter}-float32-T1-g4.jsonl"][1:]]
-    return {"tokens": sampled, "timed": len(json.loads(files[f"{drafter}-float32-T0-g4.jsonl"][0])["timed"])}
+    sampled = [json.loads(line)["tokens"] for line in files["eagle3-float32-T1-g4.jsonl"][1:]]
+    timed = len(json.loads(files["eagle3-float32-T0-g4.jsonl"][0])["timed"])
+    return {"tokens": sampled, "timed": timed, "files": sorted(files)}
 
 
 @pytest.mark.parametrize("setting", DECODING)
@@ -460,5 +489,6 @@ def test_every_documented_setting_has_its_test() -> None:
         assert documented(f"head/{name}.yaml", "") == set(HEAD[name])
     assert documented("eval/default.yaml", "") == {*EVAL, *DECODING}
     top = {"name", "run_dir", "head_dir", "seed", "rivals"}  # what rivals holds is tested in test_proposers
-    assert documented("config.yaml", "") == top | {"defaults", "hydra", "generation", "train"}
+    shared = {"traffic_dir", "features_dir", "stages", "collect"}  # in test_compare
+    assert documented("config.yaml", "") == top | shared | {"defaults", "hydra", "generation", "train"}
     assert OmegaConf.is_config(e2e.config())

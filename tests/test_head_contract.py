@@ -28,7 +28,7 @@ from heads.vocab import DraftVocabulary
 from scripts.common import build_head
 from tests import e2e
 from tests.drafting_cases import check_rejection_leaves_no_trace
-from tests.tiny import features_of, load_tiny
+from tests.tiny import bring_module, features_of, save_tiny
 
 FILES = sorted((e2e.ROOT / "conf" / "head").glob("*.yaml"))
 HEADS = [path.stem for path in FILES]
@@ -54,6 +54,7 @@ FORMULAS: dict[str, Callable[[BlockSizes, int, int], int]] = {
     "eagle3": lambda s, w, k: (3 * s.hidden_size + w + 3) * s.hidden_size + block(s, 2 * s.hidden_size),
     "medusa": lambda s, w, k: k * (s.hidden_size + 1) * s.hidden_size,
     "hydra_mlp": lambda s, w, k: sum(((3 + level) * s.hidden_size + 2) * s.hidden_size for level in range(k)),
+    "mtp_native": lambda s, w, k: (2 * s.hidden_size + 4) * s.hidden_size + block(s, s.hidden_size),
     "mtp": lambda s, w, k: (2 * s.hidden_size + 3) * s.hidden_size + block(s, s.hidden_size),
 }
 
@@ -73,7 +74,8 @@ class Case:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
-    return load_tiny(tmp_path_factory.mktemp("contract"))
+    folder = bring_module(save_tiny(tmp_path_factory.mktemp("contract")))
+    return FrozenTarget.load(folder, dtype="float64")
 
 
 @pytest.fixture(scope="module", params=HEADS)

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 from eval.decode import DecodeSettings, Request, decode
 from heads.artifact import UserError
-from heads.base import Committed, FeatureNeeds, Proposal, TargetFeatures
+from heads.base import DraftHead, FeatureNeeds, Proposal, TargetFeatures
 from heads.checkpoint import load_head, save_head
 from heads.layers import BlockSizes
 from heads.mtp import MTPHead
@@ -17,6 +19,7 @@ from heads.pairs import supervised_pairs
 from heads.target import FrozenTarget
 from heads.tree_draft import DynamicTree, TreeDrafter
 from heads.vocab import DraftVocabulary
+from tests.recurrent_cases import check_causal, check_packed_is_alone, check_trained_is_served, first_slot, randomised
 from tests.tiny import features_of, load_tiny
 
 LAYOUTS = [pytest.param(False, id="ernie"), pytest.param(True, id="mimo")]
@@ -26,11 +29,8 @@ def make_head(target: FrozenTarget, *, draft_size: int = 96, depth: int = 3, **f
     torch.manual_seed(1)
     vocab = DraftVocabulary.choose(torch.arange(target.vocab_size, 0, -1), draft_size)
     sizes = BlockSizes.of(target.config, target.vocab_size)
-    head = MTPHead(sizes=sizes, vocab=vocab, depth=depth, **flags).to(target.dtype)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1))
-    head.attach(target.weights)
+    head = MTPHead(sizes=sizes, vocab=vocab, depth=depth, **flags)
+    randomised(head, target)
     return head
 
 
@@ -92,33 +92,6 @@ def trained_logits(head: MTPHead, features: TargetFeatures) -> tuple[Tensor, Ten
     return starts, valid, head.logits(head.unroll(features, starts, head.depth))
 
 
-def served_logits(head: MTPHead, features: TargetFeatures, first: int, start: int, depth: int) -> Tensor:
-    """Logits [depth, W] of the drafting that is made to draw the tokens of the text."""
-    served: list[Tensor] = []
-
-    def forced(logits: Tensor, **_):
-        served.append(logits[0])
-        following = features.ids_T[start + 1 + len(served)]
-        return (head.vocab.ids_W == following).nonzero()[:, 0], None
-
-    slots = slice(first, start + 1)
-    state = head.start([[0]])
-    taps, last = features.taps_TE[slots][None], features.last_TD[slots][None]
-    count = torch.tensor([start + 1 - first])
-    head.commit(state, Committed(features.ids_T[first + 1 : start + 2][None], taps, last, count))
-    head.propose(state, depth, forced)
-    return torch.stack(served)
-
-
-def rounds(features: TargetFeatures, starts: Tensor, valid: Tensor) -> list[tuple[int, int, int, int]]:
-    """(row, first slot of its document, start, valid passes) of every round."""
-    firsts = torch.tensor([0, *features.lengths[:-1]]).cumsum(0)
-    return [
-        (n, int(firsts[firsts <= start].max()), start, int(valid[:, n].sum()))
-        for n, start in enumerate(starts.tolist())
-    ]
-
-
 @pytest.mark.parametrize("final_norm", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_trained_graph_is_served_graph_is_the_formula(tmp_path, family: str, final_norm: bool) -> None:
@@ -128,12 +101,42 @@ def test_trained_graph_is_served_graph_is_the_formula(tmp_path, family: str, fin
     starts, valid, trained = trained_logits(head, features)
     assert starts[0] == 0, "no round begins at position 0, so the zeroed embedding is not looked at"
     with torch.no_grad():
-        for n, first, start, depth in rounds(features, starts, valid):
+        for n, start in enumerate(starts.tolist()):
+            first, depth = first_slot(features, start), int(valid[:, n].sum())
             ids, last_TD = features.ids_T[first:].tolist(), features.last_TD[first:]
             formula = plain(head, target, ids, last_TD, start - first, depth)
-            served = served_logits(head, features, first, start, depth)
             torch.testing.assert_close(trained[:depth, n], formula, rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(served, formula, rtol=1e-9, atol=1e-9)
+    check_trained_is_served(head, features, head.depth)
+
+
+def test_it_is_transformers_own_module(tmp_path) -> None:
+    """MiMo's layout is what `MtpModel` makes of a Llama target, but for the embedding at position 0: here it is zero
+    in the target too."""
+    target = load_tiny(tmp_path)
+    with torch.no_grad():
+        target.model.get_input_embeddings().weight[9] = 0
+    head = make_head(target, final_norm=True)
+    target.model.config.num_mtp_layers = 1
+    module = MtpModel(target.model, 1).double()
+    names = {"embed_norm": "enorm", "hidden_norm": "hnorm", "proj": "eh_proj", "norm": "post_norm"}
+    weights = {name.replace("layer.", "mtp_block.", 1): weight for name, weight in head.state_dict().items()}
+    weights["mtp_block.input_layernorm.weight"] = weights.pop("input_layernorm.weight")
+    for ours, theirs in names.items():
+        weights[f"{theirs}.weight"] = weights.pop(f"{ours}.weight")
+    module.layers[0].load_state_dict(weights)
+    ids = [11, 9, *range(20, 28)]
+    features = features_of(target, [(ids, [True] * 10)], ())
+    starts, valid, trained = trained_logits(head, features)
+    for n, start in enumerate(starts.tolist()):
+        cache, states = MtpCache(config=module.config), features.last_TD[None, : start + 1]
+        tokens, positions = torch.tensor([ids[1 : start + 2]]), torch.arange(1, start + 2)[None]
+        for k in range(int(valid[:, n].sum())):
+            with torch.no_grad():
+                states = module.forward_layer(0, states, positions, cache, input_ids=tokens)[:, -1:]
+                theirs = target.logits(states)[0, 0]
+            torch.testing.assert_close(trained[k, n], theirs, rtol=1e-5, atol=1e-5)
+            positions = positions[:, -1:] + 1
+            tokens = torch.tensor([ids[int(positions) : int(positions) + 1]])
 
 
 def test_control_an_embedding_at_position_0_is_seen(tmp_path, monkeypatch) -> None:
@@ -149,13 +152,12 @@ def test_control_an_embedding_at_position_0_is_seen(tmp_path, monkeypatch) -> No
 
 def test_packed_equals_each_document_alone(tmp_path) -> None:
     target = load_tiny(tmp_path)
-    head = make_head(target, draft_size=40)
-    together = head(features_of(target, documents(), ()))
-    alone = [head(features_of(target, [document], ())) for document in documents()]
-    torch.testing.assert_close(together.loss, sum(sums.loss for sums in alone))
-    assert together.count == sum(sums.count for sums in alone)
-    for name, (total, _) in together.metrics.items():
-        torch.testing.assert_close(total, sum(sums.metrics[name][0] for sums in alone))
+    check_packed_is_alone(make_head(target, draft_size=40), target)
+
+
+def test_later_tokens_do_not_move_earlier_outputs(tmp_path) -> None:
+    target = load_tiny(tmp_path)
+    check_causal(make_head(target), target, 3)
 
 
 @pytest.mark.parametrize("final_norm", LAYOUTS)
@@ -168,21 +170,6 @@ def test_every_parameter_learns_and_nothing_of_the_target_does(tmp_path, final_n
     assert all(parameter.grad is None for parameter in target.model.parameters())
     names = set(head.state_dict())
     assert not any("embed_tokens" in name or "lm_head" in name for name in names) and "proj.weight" in names
-
-
-def test_later_tokens_do_not_move_earlier_outputs(tmp_path) -> None:
-    target = load_tiny(tmp_path)
-    head = make_head(target)
-    features = features_of(target, documents()[1:2], ())
-    starts, _, before = trained_logits(head, features)
-    for position in range(1, 9):
-        ids, last = features.ids_T.clone(), features.last_TD.clone()
-        ids[position], last[position:] = 90, last[position:] + 1
-        changed = TargetFeatures(ids, features.supervised_T, features.lengths, features.taps_TE, last, features.lse_T)
-        moved = (trained_logits(head, changed)[2] - before).abs().amax(-1) > 1e-12
-        for k, n in moved.nonzero().tolist():
-            assert position <= starts[n] + 1 + k, f"pass {k} of slot {int(starts[n])} saw position {position}"
-        assert moved.any() == bool((position <= starts + head.depth).any()), "the test has lost its sight"
 
 
 @pytest.mark.parametrize("final_norm", LAYOUTS)
@@ -238,7 +225,7 @@ class Watched:
 
     needs = FeatureNeeds()
 
-    def __init__(self, head: MTPHead, texts: list[list[int]]) -> None:
+    def __init__(self, head: DraftHead, texts: list[list[int]]) -> None:
         self.head, self.texts, self.seen = head, texts, []
 
     def start(self, prompts):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from heads.base import TargetWeights
 from heads.packed import PackedLinear, grouped_attention, pack_linears
 
 
@@ -32,6 +33,24 @@ def test_weights_stay_shared_and_gradients_take_the_plain_way() -> None:
     x = torch.randn(3, 8, requires_grad=True)
     module["head"](x).sum().backward()
     torch.testing.assert_close(x.grad, module["embed"].weight.sum(0).expand(3, 8))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float64, 0)])
+@pytest.mark.parametrize(("bias", "softcap"), [(False, None), (True, 3.0)])
+def test_a_draft_reads_by_the_target_as_the_target_does(dtype, tolerance: float, bias: bool, softcap) -> None:
+    torch.manual_seed(0)
+    weights = TargetWeights(
+        torch.randn(70, 96).to(dtype),
+        torch.randn(70, 96).to(dtype),
+        torch.randn(70).to(dtype) if bias else None,
+        softcap,
+    ).over(torch.arange(3, 60))
+    states = torch.randn(2, 5, 96).to(dtype)
+    with torch.inference_mode():
+        plain = weights.logits(states)
+        torch.testing.assert_close(
+            weights.read(states), plain, rtol=tolerance, atol=tolerance * float(plain.abs().max())
+        )
 
 
 @pytest.mark.parametrize(("nodes", "masked"), [(1, False), (1, True), (5, True), (9, False)])

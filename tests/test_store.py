@@ -96,6 +96,37 @@ def test_documents_come_back_bit_by_bit(tmp_path: Path, needs: FeatureNeeds) -> 
             assert got.shape == (length, 0) if put is None else torch.equal(got, put)
 
 
+@pytest.mark.parametrize("taps", [(1, 3), (1,), (3,), ()])
+def test_selected_states_are_the_stored_ones(tmp_path: Path, taps: tuple[int, ...]) -> None:
+    """A head reads its own taps, as they would be if they had been stored alone, and nothing else from the disk."""
+    fill(tmp_path / "f", [documents(5)])
+    whole = FeatureStore.open(tmp_path / "f")
+    selected, seen = whole.select(FeatureNeeds(taps, True)), []
+    file = selected._shard("shard-00000")
+
+    class Watched:
+        def get_slice(self, name: str) -> Any:
+            seen.append(name)
+            return file.get_slice(name)
+
+    selected._shard = lambda name: Watched()  # type: ignore[assignment]
+    for ref in whole.documents:
+        every, own = whole.read(ref), selected.read(ref)
+        expected = [every.taps_TE[:, index * WIDTH :][:, :WIDTH] for index, tap in enumerate(NEEDS.taps) if tap in taps]
+        assert torch.equal(own.taps_TE, torch.cat([*expected, every.taps_TE[:, :0]], 1))
+        assert torch.equal(own.last_TD, every.last_TD) and torch.equal(own.ids_T, every.ids_T)
+    assert ("taps" in seen) == bool(taps) and "last" in seen
+
+
+def test_a_store_without_the_taps_of_a_head_names_them(tmp_path: Path) -> None:
+    fill(tmp_path / "f", [documents(3, FeatureNeeds((1, 3), False))], FeatureNeeds((1, 3), False))
+    opened = FeatureStore.open(tmp_path / "f")
+    with pytest.raises(UserError, match=r"lacks the taps \[2, 5\] .*holds the taps \[1, 3\].*collect.taps=\[2, 5\]"):
+        opened.select(FeatureNeeds((2, 3, 5), False))
+    with pytest.raises(UserError, match="lacks the state after the final norm"):
+        opened.select(FeatureNeeds((1,), True))
+
+
 def test_the_manifest_and_the_counts_agree_with_the_documents(tmp_path: Path) -> None:
     given = documents(9)
     fill(tmp_path / "f", [given[:5], given[5:]])

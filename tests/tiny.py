@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -76,6 +77,19 @@ def save_tiny(folder: Path, family: str = "llama", seed: int = 0, scale: float =
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def bring_module(folder: Path) -> Path:
+    """Give a saved target an MTP module of its own, under the names that Qwen3.5's checkpoints have."""
+    weights, width = load_file(folder / "model.safetensors"), SIZES["hidden_size"]
+    last = f"model.layers.{SIZES['num_hidden_layers'] - 1}."
+    named = {name: f"mtp.layers.0.{name.removeprefix(last)}" for name in weights if name.startswith(last)}
+    block = {new: weights[name].clone() for name, new in named.items()}
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    module = {f"mtp.{norm}.weight": torch.ones(width) for norm in norms}
+    module["mtp.fc.weight"] = torch.randn(width, 2 * width, generator=torch.Generator().manual_seed(0)) * 0.1
+    save_file({**weights, **block, **module}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
