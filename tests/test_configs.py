@@ -88,8 +88,9 @@ def test_an_experiment_opens_with_its_command(name: str) -> None:
 
 
 def test_the_comparison_names_every_head() -> None:
+    """But the one that continues a module of the target's own, which the embedded target does not have."""
     words = shlex.split((CONF / "experiment/compare.yaml").read_text().splitlines()[1].removeprefix("# "))
-    assert sorted(job[-1] for job in jobs(words[3:])) == [f"head={name}" for name in sorted(HEADS)]
+    assert {job[-1] for job in jobs(words[3:])} == {f"head={name}" for name in HEADS} - {"head=mtp_native"}
 
 
 @pytest.mark.parametrize("file", FILES)
