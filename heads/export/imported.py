@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from heads.base import DraftHead
 from heads.checkpoint import build_head, fill
 from heads.eagle3 import default_taps
 from heads.export.folder import FORMATS, format_of
-from heads.export.format import Format
 from heads.export.layout import CONFIG, OfTarget, read_config
 from heads.export.vllm_eagle import TAPS
 
@@ -29,7 +27,9 @@ def import_head(folder: str | Path, *, layout: str | None = None, of_target: OfT
     own = manifest["head"]["arguments"] if manifest else {}
     if of_target.sizes is None and "sizes" in own:
         of_target = OfTarget(own["sizes"], of_target.weights, of_target.say)
-    formats = [format_of(layout or manifest["layout"])] if layout or manifest else likely(config, of_target)
+    formats = [format_of(layout or manifest["layout"])] if layout or manifest else list(FORMATS.values())
+    if not layout and not manifest:
+        config = settled(config, of_target)
     fitting = [kind for how in formats for kind in how.layouts if kind.fits(config)]
     if not fitting:
         kinds = ", ".join(sorted({kind.title for how in formats for kind in how.layouts}))
@@ -43,20 +43,19 @@ def import_head(folder: str | Path, *, layout: str | None = None, of_target: OfT
     return head.eval()
 
 
-def likely(config: Mapping[str, Any], of_target: OfTarget) -> list[Format]:
-    """All formats, the likeliest first. Taps in eagle_config are boundaries to vLLM and outputs of layers, one less, to
-    SGLang and most trainers: UserError where the target does not tell which."""
+def settled(config: dict[str, Any], of_target: OfTarget) -> dict[str, Any]:
+    """A configuration with its taps as boundaries at the top. In eagle_config they are boundaries to vLLM, but outputs
+    of layers, one less, to SGLang and most trainers: UserError where the target does not tell which."""
     taps = dict(config.get("eagle_config") or {}).get(TAPS)
-    formats = list(FORMATS.values())
     if taps is None or TAPS in config:
-        return formats
+        return config
     ours = list(default_taps(of_target.num_layers))
     if list(taps) == ours:
-        return formats
+        return {**config, TAPS: ours}
     if [tap + 1 for tap in taps] != ours:
         raise UserError(
             f"The taps {taps} in eagle_config are boundaries to vLLM and outputs of layers, one less, to SGLang, and "
             f"here neither is the usual choice; say what the head was trained for: layout=vllm or layout=sglang."
         )
     of_target.say(f"its taps {taps} are outputs of layers, as SGLang counts them: the boundaries {ours}")
-    return [FORMATS["sglang"], *(how for how in formats if how.name != "sglang")]
+    return {**config, TAPS: ours}

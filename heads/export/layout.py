@@ -181,12 +181,8 @@ class Layout(ABC):
         completed = self.completed(config, of_target)
         vocab = self.taken(tensors, completed, of_target)
         found = self.arguments(completed, of_target)
-        if changed := [name for name, value in found.items() if own and own.get(name) != value]:
-            name = changed[0]
-            raise UserError(
-                f"{folder / CONFIG} says {name}={found[name]}, but the head that was exported has {own.get(name)}; "
-                f"export it again."
-            )
+        if own:
+            check_told(found, own, folder)
         arguments = {**own, **found}
         ours = {theirs: name for name, theirs in self.names(arguments).items()}
         self.check_names(tensors, ours)
@@ -233,6 +229,18 @@ def sizes_of(config: Mapping[str, Any], of_target: OfTarget) -> dict[str, Any]:
                 f"head was trained for."
             )
     return sizes
+
+
+def check_told(found: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> None:
+    """Raises UserError on the first argument that a folder says otherwise than the head had it when it was exported."""
+    for name, value in found.items():
+        was = own.get(name)
+        if isinstance(value, Mapping) and isinstance(was, Mapping):
+            check_told(value, was, folder)
+        if value != was:
+            raise UserError(
+                f"{folder / CONFIG} says {name}={value}, but the head that was exported has {was}; export it again."
+            )
 
 
 def wanted(config: Mapping[str, Any], *keys: str) -> None:

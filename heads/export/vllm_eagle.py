@@ -12,7 +12,7 @@ from torch import Tensor
 from heads.artifact import UserError
 from heads.base import DraftHead
 from heads.eagle3 import default_taps
-from heads.export.layout import SIZES, Layout, OfTarget, block_names, llama_sizes, sizes_of, wanted
+from heads.export.layout import Layout, OfTarget, block_names, llama_sizes, sizes_of, wanted
 from heads.vocab import DraftVocabulary
 
 FLAGS = ("norm_before_residual", "fc_norm", "norm_output")
@@ -147,7 +147,8 @@ class Eagle3Layout(Layout):
     def taken(self, tensors: dict[str, Tensor], config: dict[str, Any], of_target: OfTarget) -> DraftVocabulary:
         """The draft vocabulary out of the offsets. A projection that is left out is the target's own."""
         mappings = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
-        wanted(config, *SIZES, "draft_vocab_size", TAPS)
+        sizes_of(config, of_target)
+        wanted(config, "draft_vocab_size")
         take_embedding(tensors, of_target)
         size, draft_size = int(config["vocab_size"]), int(config["draft_vocab_size"])
         if draft_size == size:
