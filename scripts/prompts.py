@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from scripts.settings import generation_settings
+from scripts.settings import generation_settings, plain
 
 if TYPE_CHECKING:
     from eval.decode import Request
@@ -49,17 +49,24 @@ def train_requests(cfg: DictConfig, count: int) -> list[Request]:
     return first_turns(cfg, [there[index * len(there) // count] for index in range(count)])
 
 
+def tokenizer_of(cfg: DictConfig) -> Any:
+    """The target's tokenizer, without its weights."""
+    from heads.target import load_tokenizer
+
+    return load_tokenizer(
+        cfg.target.path, gguf_file=cfg.target.gguf_file, trust_remote_code=cfg.target.trust_remote_code
+    )
+
+
 def first_turns(cfg: DictConfig, conversations: Sequence[Conversation]) -> list[Request]:
     """The first turns of conversations as requests, without those that are too long."""
     from eval.decode import Request
-    from heads.target import load_tokenizer, render
+    from heads.target import render
 
-    tokenizer = load_tokenizer(
-        cfg.target.path, gguf_file=cfg.target.gguf_file, trust_remote_code=cfg.target.trust_remote_code
-    )
+    tokenizer, template = tokenizer_of(cfg), plain(cfg.target)["template"]
     requests = [
-        Request(conversation.id, conversation.slice, tuple(render(tokenizer, conversation.messages())))
-        for conversation in conversations
+        Request(item.id, item.slice, tuple(render(tokenizer, item.messages(), template=template)))
+        for item in conversations
     ]
     longest = generation_settings(cfg).max_prompt_tokens
     return [request for request in requests if len(request.prompt) <= longest]

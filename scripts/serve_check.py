@@ -2,15 +2,18 @@
 
     make serve-check
     python -m scripts.serve_check experiment=demo serve_python=.venv-serve/bin/python
+    python -m scripts.serve_check --multirun experiment=servers head=eagle,eagle3,medusa,mtp
     python -m scripts.serve_check experiment=demo damage=taps      # a wrong export: must end with exit code 1
 
 In float32 the text must be the same with and without the head, and every counter the same as ours; in bfloat16 the
 server's acceptance length must lie inside our interval. A copy of the export that is broken on purpose must be noticed.
+Where there is no export yet, the stages of the config come first. At the end stands a table of all runs checked so far.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,21 +38,26 @@ _SETTINGS = {
 
 def run(cfg: DictConfig) -> bool:
     """Whether the server does what we measured; everything found is kept in runs/<name>/serve_check."""
+    from rich.console import Console
+
     from eval.damage import CONTROLS, damage
     from eval.server import check_interpreter
-    from eval.server_check import check, to_lines
-    from heads.artifact import write_manifest
+    from eval.server_check import check, overview, to_lines
+    from heads.artifact import MANIFEST, write_manifest
     from heads.export.vllm import check_export
+    from scripts import pipeline
     from scripts.prompts import some_requests
 
-    values = plain(cfg)
+    values, started = plain(cfg), time.monotonic()
     for name, hint in _SETTINGS.items():
         check_value(name, values[name], hint)
     folder, export = Path(cfg.run_dir) / "serve_check", Path(cfg.run_dir) / "export"
+    check_interpreter(cfg.serve_python)
+    if not (export / MANIFEST).is_file():
+        pipeline.run(cfg)
     head = servable_head(cfg)
     head.check_depth(cfg.gamma, "gamma")
     manifest = check_export(export, head=head)
-    check_interpreter(cfg.serve_python)
     requests = some_requests(cfg, cfg.requests, "requests", least=LEAST)
     print(f"serve     {export} in vLLM: {len(requests)} held-out prompts, γ = {cfg.gamma}", flush=True)
     drafts = {"head": damage(export, cfg.damage, folder / "damaged") if cfg.damage else export}
@@ -67,10 +75,27 @@ def run(cfg: DictConfig) -> bool:
             good &= bool(comparison.complaints) == (name == "control")
         found[dtype] = {name: comparison.to_json() for name, comparison in comparisons.items()}
         drafts.pop("control", None)  # once, in the first number format
-    body = {"passed": good, "damage": cfg.damage, "control": cfg.control, "target": manifest["target"], "found": found}
+    body = {
+        "passed": good,
+        "damage": cfg.damage,
+        "control": cfg.control,
+        "target": manifest["target"],
+        "method": manifest["method"],
+        "seconds": round(time.monotonic() - started),
+        "found": found,
+    }
     write_manifest(folder, "serve_check", body, plain(cfg))
     print(f"{'PASSED' if good else 'FAILED'}    requests, answers and logs are in {folder}", flush=True)
+    Console().print(overview(checked_beside(Path(cfg.run_dir))))
     return good
+
+
+def checked_beside(run_dir: Path) -> dict[str, Any]:
+    """What was found about this run and those beside it, by name."""
+    from heads.artifact import MANIFEST, read_manifest
+
+    folders = sorted(path.parent for path in run_dir.parent.glob(f"*/serve_check/{MANIFEST}"))
+    return {folder.parent.name: read_manifest(folder, "serve_check") for folder in folders}
 
 
 def our_traces(

@@ -37,7 +37,7 @@ SETTINGS = (
     "eval.gammas=[2]",
     "eval.timed_requests=4",
 )
-TIMES = {"seconds", "speedup", "speedup_with_prompt", "tokens_per_second"}
+TIMES = {"seconds", "speedup", "speedup_with_prompt", "draft_cost", "tokens_per_second"}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tests.drafting_cases import PROMPTS, Watch, begun, check_rejection_leaves_n
 from tests.recurrent_cases import documents
 from tests.tiny import features_of, load_tiny
 
-STATIC = tree_of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0]])
+STATIC = tree_of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 0, 3]])
 TREES = {"chain": None, "static": STATIC, "dynamic": DynamicTree(top_k=3, nodes=9)}
 KINDS = {"plain": {}, "own": {"projection": "own", "blocks": 2}, "prefix": {"prefix_attention": True}}
 
@@ -144,6 +144,9 @@ def test_rejection_leaves_no_trace(target, kind: str, prefix: bool) -> None:
 def test_a_node_of_a_tree_reads_its_own_path(target) -> None:
     """The children of every node are the best of a chain that is forced along its path."""
     head = make_head(target, prefix_attention=True)
+    with torch.no_grad():
+        for projection in head.inputs:  # the tokens decide, not the state alone
+            projection.weight[:, target.hidden_size :] *= 5
     proposal = head.propose_tree(begun(target, head, PROMPTS), 3, STATIC)
     for row, prompt in enumerate(PROMPTS):
         paths: list[list[int]] = []

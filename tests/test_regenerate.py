@@ -215,12 +215,21 @@ def test_a_finished_store_is_used_as_it_is(target: FrozenTarget, tmp_path: Path,
     assert gather(target, conversations, tmp_path / "f") == first
 
 
+def test_a_collection_for_several_heads_goes_on_for_one_that_needs_less(target: FrozenTarget, tmp_path: Path) -> None:
+    gather(target, traffic(3), tmp_path / "f")
+    whole = (tmp_path / "f/shard-00000.safetensors").read_bytes()
+    for name in ("manifest.json", "shard-00000.json", "shard-00000.safetensors"):
+        (tmp_path / "f" / name).unlink()
+    assert gather(target, traffic(3), tmp_path / "f", taps=(4,))["needs"]["taps"] == [2, 4]
+    assert (tmp_path / "f/shard-00000.safetensors").read_bytes() == whole
+
+
 @pytest.mark.parametrize(
     ("change", "phrase"),
     [
         ({"seed": 1}, r"generation\.seed=0, but generation\.seed=1"),
         ({"max_new_tokens": 13}, r"generation\.max_new_tokens=12, but"),
-        ({"taps": (2, 5)}, r"needs\.taps=\[2, 4\], but needs\.taps=\[2, 5\]"),
+        ({"taps": (2, 5)}, r"the taps \[2, 4\], but \[5\] are asked for too"),
     ],
 )
 def test_other_settings_are_refused(target: FrozenTarget, tmp_path: Path, change: dict[str, Any], phrase: str) -> None:

@@ -64,8 +64,8 @@ def wider_needs(folder: str | Path, needs: FeatureNeeds) -> FeatureNeeds:
     begun = stored_needs(json.loads(path.read_text()))
     if missing := sorted(set(needs.taps) - set(begun.taps)):
         raise UserError(
-            f"{folder} holds features with the taps {list(begun.taps)}, but {missing} are asked for too; delete it or "
-            f"choose another name=, and set collect.taps= to the taps of all heads that are to share it."
+            f"{folder} holds features with the taps {list(begun.taps)}, but {missing} are asked for too; choose "
+            f"another name= or delete {folder}, and set collect.taps= to the taps of all heads that are to share it."
         )
     return begun if needs.within(begun) else needs
 
