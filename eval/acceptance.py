@@ -43,8 +43,8 @@ DEFINITIONS: dict[str, str] = {
     "alpha_expected": "Temperature > 0: the mean of sum(min(p, q)) over examined positions, the probability "
     "of acceptance itself; the same quantity as alpha without the noise of the accept draws.",
     "alpha_by_position": "At depth k: accepted / examined, given that all before it were accepted.",
-    "teacher_forced": "Acceptance by depth as training counts it: drafts from every place of a finished text, always on "
-    "true tokens, given that all before were right. Its gap is the decoder's alpha_by_position minus it.",
+    "teacher_forced": "Acceptance by depth as training counts it: drafts from every place of a finished text, on true "
+    "tokens, given that all before were right. Its gap is the decoder's alpha_by_position minus it.",
     "coverage": "The target's probability on tokens the draft can propose: no alpha can be above it. coverage_of_text: "
     "the share of the text's own tokens, the ceiling for greedy decoding.",
     "survival": "S(k): share of rounds whose first k drafts were all accepted (joint, as vLLM's per-position "
