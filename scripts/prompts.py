@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from scripts.settings import generation_settings
+from scripts.settings import generation_settings, plain
 
 if TYPE_CHECKING:
     from eval.decode import Request
@@ -50,6 +50,15 @@ def train_requests(cfg: DictConfig, count: int) -> list[Request]:
     return first_turns(cfg, [there[index * len(there) // count] for index in range(count)])
 
 
+def tokenizer_of(cfg: DictConfig) -> Any:
+    """The target's tokenizer, without its weights."""
+    from heads.target import load_tokenizer
+
+    return load_tokenizer(
+        cfg.target.path, gguf_file=cfg.target.gguf_file, trust_remote_code=cfg.target.trust_remote_code
+    )
+
+
 def first_turns(cfg: DictConfig, conversations: Sequence[Conversation]) -> list[Request]:
     """The first turns of conversations as requests, without those that are too long or that the chat template refuses.
 
@@ -57,18 +66,18 @@ def first_turns(cfg: DictConfig, conversations: Sequence[Conversation]) -> list[
     """
     from eval.decode import Request
     from heads.artifact import UserError
-    from heads.target import load_tokenizer, render
+    from heads.target import render
 
-    tokenizer = load_tokenizer(
-        cfg.target.path, gguf_file=cfg.target.gguf_file, trust_remote_code=cfg.target.trust_remote_code
-    )
+    tokenizer, template = tokenizer_of(cfg), plain(cfg.target)["template"]
     requests: list[Request] = []
     refusal: UserError | None = None
     for item in conversations:
         try:
-            requests.append(Request(item.id, item.slice, tuple(render(tokenizer, item.messages(), tools=item.tools))))
+            prompt = render(tokenizer, item.messages(), tools=item.tools, template=template)
         except UserError as error:
             refusal = error
+        else:
+            requests.append(Request(item.id, item.slice, tuple(prompt)))
     if refusal is not None and not requests:
         raise refusal
     longest = generation_settings(cfg).max_prompt_tokens

@@ -30,7 +30,7 @@ from training.step import GradientStep
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 35
+COUNT = 39
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -101,7 +101,8 @@ def test_comments_name_only_commands_that_compose(file: str) -> None:
     if file.startswith(("traffic/", "experiment/", "bench/", "rival/")):
         assert found, "no command shows how to use it"
     for module, line in found:
-        name = module if module in ("bench", "serve_check", "prove", "compare") else "config"
+        own = ("advise", "bench", "compare", "doctor", "prove", "serve_check")
+        name = module if module in own else "config"
         for job in jobs(shlex.split(line)):
             e2e.config(*job, name=name)
 
@@ -386,7 +387,7 @@ HEAD = {
     },
     "hydra_mlp": STACKED | {"prefix_attention": ["head.prefix_attention=true"]},
     "medusa": STACKED,
-    "mtp": EVERY_HEAD | {"final_norm": ["head.final_norm=true"]},
+    "mtp": EVERY_HEAD | {"final_norm": ["head.final_norm=false"]},
     "mtp_native": EVERY_HEAD | {"norm_output": ["head.norm_output=false"], "zero_first": ["head.zero_first=true"]},
 }
 HEAD_BASE = {"eta": ["head.loss=lk_lambda"]}

@@ -204,7 +204,9 @@ def test_an_evaluation_shows_tools_and_leaves_out_what_the_template_refuses(tmp_
     tools = parse_row({"id": "t", "turns": ["w1"], "tools": [TOOL]})
     cfg = e2e.config("target=custom", f"target.path={folder}")
     (request,) = first_turns(cfg, [system, tools])
-    assert request.request_id == "t" and len(request.prompt) == 6, "two for the tool, three for the message, one for the answer"
+    assert request.request_id == "t" and len(request.prompt) == 6, (
+        "two for the tool, three for the message, one for the answer"
+    )
     with pytest.raises(UserError, match="refuses a conversation with the roles system, user"):
         first_turns(cfg, [system])
 
