@@ -162,6 +162,12 @@ def _cell(value: Any) -> str:
     return value if isinstance(value, str) else with_interval(value)
 
 
+def _notes(comparison: Mapping[str, Any]) -> list[str]:
+    """What stands below the tables."""
+    modified = comparison["target"].get("modified")
+    return [LEGEND] if modified is None else [LEGEND, "", f"{modified.capitalize()}."]
+
+
 def to_markdown(comparison: Mapping[str, Any]) -> str:
     """The content of `comparison.md`."""
     lines = ["# Heads compared", ""]
@@ -170,7 +176,7 @@ def to_markdown(comparison: Mapping[str, Any]) -> str:
         lines += [f"|---|{'--:|' * len(COLUMNS)}"]
         lines += [f"| {label(row)} | {' | '.join(_cell(column.value(row)) for column in COLUMNS)} |" for row in rows]
         lines += [""]
-    return "\n".join([*lines, LEGEND]) + "\n"
+    return "\n".join([*lines, *_notes(comparison)]) + "\n"
 
 
 def render_table(comparison: Mapping[str, Any]) -> Group:
@@ -186,4 +192,4 @@ def render_table(comparison: Mapping[str, Any]) -> Group:
             cells = [_cell(column.value(row)) for column in columns]
             table.add_row(label(row), *(cell.replace(" [", "\n").replace(", ", "–").rstrip("]") for cell in cells))
         parts += [table, Text()]
-    return Group(*parts, Text(LEGEND, style="dim"))
+    return Group(*parts, *(Text(note, style="dim") for note in _notes(comparison)))

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
 _ABOUT_CALLS = ("_target_", "_convert_", "_partial_", "_recursive_")
-_OF_BUILDING = {"head": {"draft_vocab_size": int | None, "from_target": bool}}
+_OF_BUILDING = {
+    "head": {"draft_vocab_size": int | None, "from_target": bool},
+    "medusa2": {"held_out": int},
+}
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
