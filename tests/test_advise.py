@@ -74,7 +74,7 @@ def test_the_advice_is_said_and_written(
     assert "Chains only" in printed and "best γ and its speed-up" in printed
     assert e2e.report(here)["load"] == {name: value for name, value in found.items() if name != "provenance"}
     for twin in ("report.html", "report.md"):
-        assert "1 request(s) at once and 32 tokens of context" in (here.run / "report" / twin).read_text()
+        assert "With one request at once and 32 tokens of context" in (here.run / "report" / twin).read_text()
     assert "Speed under load" in (here.run / "report/report.html").read_text()
 
 
