@@ -59,7 +59,7 @@ def first_turns(cfg: DictConfig, conversations: Sequence[Conversation]) -> list[
     )
     template = plain(cfg.target)["template"]
     requests = [
-        Request(item.id, item.slice, tuple(render(tokenizer, item.messages(), template=template)))
+        Request(item.id, item.slice, tuple(render(tokenizer, item.messages(), tools=item.tools, template=template)))
         for item in conversations
     ]
     longest = generation_settings(cfg).max_prompt_tokens

@@ -104,8 +104,8 @@ def test_broken_rows_among_good_ones_are_set_aside_and_counted(
 
 def test_traffic_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
     assert "does not exist; set traffic.path=" in refuse(collect.run, "traffic.path=/no/such/file.jsonl")
-    assert "is a folder; set traffic.path=" in refuse(collect.run, f"traffic.path={tmp_path}")
-    assert "traffic=jsonl needs a file" in refuse(collect.run, "traffic.path=null")
+    assert "holds no file ending in" in refuse(collect.run, f"traffic.path={tmp_path}")
+    assert "traffic.path is not set; give a file" in refuse(collect.run, "traffic.path=null")
     assert "is not a share" in refuse(collect.run, "traffic.held_out=1")
     assert "held-out side is empty" in refuse(collect.run, "traffic.held_out=1e-9")
 

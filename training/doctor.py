@@ -179,7 +179,7 @@ def look_at_prompts(
         reached = True  # as in collecting, where a turn is lost with the one before it
         for turn in range(len(conversation.turns)):
             try:
-                ids = target.render(conversation.messages([""] * turn))
+                ids = target.render(conversation.messages([""] * turn), tools=conversation.tools)
             except UserError as error:
                 refused[str(error)] += 1
                 reached = False
