@@ -19,13 +19,14 @@ from scripts.common import build_head, load_target, script
 from scripts.settings import build, plain, train_settings
 
 if TYPE_CHECKING:
+    from heads.target import FrozenTarget
     from heads.vocab import DraftVocabulary
     from training.store import FeatureStore
 
 
 def run(cfg: DictConfig) -> None:
     """Train into runs/<name>/head, continuing from its last checkpoint; a finished run is used as it is."""
-    from heads.artifact import UserError, write_manifest
+    from heads.artifact import write_manifest
     from heads.checkpoint import save_head
     from training.loop import open_accelerator, train
     from training.store import FeatureStore
@@ -35,11 +36,7 @@ def run(cfg: DictConfig) -> None:
     say(f"train     {cfg.head._target_.rpartition('.')[2]} on {features}", flush=True)
     store = FeatureStore.open(features)
     target = load_target(cfg)
-    if store.manifest["target"] != target.fingerprint:
-        raise UserError(
-            f"{features} was collected from the target {store.manifest['target']['name']}, not from "
-            f"{cfg.target.path}; collect again under another name=."
-        )
+    check_origin(cfg, store, target)
     vocab = choose_vocab(cfg, store, target)
     head = build_head(cfg, target, vocab)
     store = store.select(head.needs)
@@ -77,6 +74,17 @@ def run(cfg: DictConfig) -> None:
             body = {**saved, "target": target.fingerprint, **numbers}
             write_manifest(folder / "head", "head", body, config=plain(cfg))
         say(f"          {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s; it is in {folder / 'head'}")
+
+
+def check_origin(cfg: DictConfig, store: FeatureStore, target: FrozenTarget) -> None:
+    """Raises UserError when the features are those of another target."""
+    from heads.artifact import UserError
+
+    if store.manifest["target"] != target.fingerprint:
+        raise UserError(
+            f"{store.folder} was collected from the target {store.manifest['target']['name']}, not from "
+            f"{cfg.target.path}; collect again under another name=."
+        )
 
 
 def is_saved(folder: Path, numbers: Mapping[str, Any]) -> bool:

@@ -91,6 +91,8 @@ def test_broken_rows_among_good_ones_are_set_aside_and_counted(
     monkeypatch.chdir(tmp_path)
     place = e2e.Place(finished.place.target, path, tmp_path)
     collect.run(e2e.config(*place.overrides, "generation.max_new_tokens=4"))
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "1 file read as messages read 23 kept 20 set aside: no messages 1 set aside: unknown role 1" in printed
     manifest = e2e.manifest(place, "traffic")
     assert manifest["rows"] == {"read": 23, "kept": 20, "quarantined": 3, "over_limit": 0}
     aside = [json.loads(line) for line in (place.run / "traffic/quarantine.jsonl").read_text().splitlines()]

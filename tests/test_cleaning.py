@@ -29,6 +29,8 @@ def test_near_duplicates_are_set_aside_with_their_pair(tmp_path: Path) -> None:
     runs = [{text[at : at + 5] for at in range(len(text) - 4)} for text in (texts[3], near)]
     assert reading.rejected[0].of == f"3 ({len(runs[0] & runs[1]) / len(runs[0] | runs[1]):.3f})"
     assert [item.of for item in read_files(path, near_duplicates=1.0).rejected] == ["5 (1.000)"]
+    again = read_files(written(tmp_path / "b.jsonl", [*rows, {"id": "x", "turns": [near]}]), near_duplicates=0.9)
+    assert again.rejected[-1].of == reading.rejected[0].of, "the pair is one that was kept"
     write_traffic(tmp_path / "traffic", reading)
     kept = [json.loads(line) for line in (tmp_path / "traffic/quarantine.jsonl").read_text().splitlines()]
     assert kept[1]["of"] == "5 (1.000)"

@@ -30,7 +30,7 @@ from training.step import GradientStep
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 36
+COUNT = 40
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -101,7 +101,8 @@ def test_comments_name_only_commands_that_compose(file: str) -> None:
     if file.startswith(("traffic/", "experiment/", "bench/", "rival/")):
         assert found, "no command shows how to use it"
     for module, line in found:
-        name = module if module in ("bench", "serve_check", "prove", "compare", "doctor") else "config"
+        own = ("advise", "bench", "compare", "doctor", "medusa2", "prove", "serve_check")
+        name = module if module in own else "config"
         for job in jobs(shlex.split(line)):
             e2e.config(*job, name=name)
 
@@ -386,7 +387,7 @@ HEAD = {
     },
     "hydra_mlp": STACKED | {"prefix_attention": ["head.prefix_attention=true"]},
     "medusa": STACKED,
-    "mtp": EVERY_HEAD | {"final_norm": ["head.final_norm=true"]},
+    "mtp": EVERY_HEAD | {"final_norm": ["head.final_norm=false"]},
     "mtp_native": EVERY_HEAD | {"norm_output": ["head.norm_output=false"], "zero_first": ["head.zero_first=true"]},
 }
 HEAD_BASE = {"eta": ["head.loss=lk_lambda"]}
@@ -414,6 +415,33 @@ def test_head(small: e2e.Place, target: FrozenTarget, name: str, setting: str) -
     first = seen(e2e.config(*overrides(small, *base)))
     assert seen(e2e.config(*overrides(small, *base))) == first
     assert seen(e2e.config(*overrides(small, f"head={name}", *HEAD[name][setting]))) != first
+
+
+MEDUSA2 = {
+    "rank": ["medusa2.rank=2"],
+    "alpha": ["medusa2.alpha=8"],
+    "modules": ["medusa2.modules=[q_proj]"],
+    "head_weight": ["medusa2.head_weight=1"],
+}  # held_out, and what stage1 stands for, in test_medusa2
+
+
+@pytest.mark.parametrize("setting", MEDUSA2)
+def test_joint_training(small: e2e.Place, setting: str) -> None:
+    """The loss, where the adapter already says something."""
+
+    def seen(*more: str) -> float:
+        cfg = e2e.config(*overrides(small, "stage1=runs/t", "head=medusa", *more), name="medusa2")
+        target = load_target(cfg)
+        features = features_of(target, [([5, 9, 12, 6, 30, 31, 32, 33, 34, 35], [False] * 4 + [True] * 6)], ())
+        head = build_head(cfg, target, DraftVocabulary.identity(target.vocab_size))
+        joint = build(cfg, "medusa2", _partial_=True)(head=head, target=target)
+        with torch.no_grad():
+            for name, parameter in joint.named_parameters():
+                if "lora_B" in name:
+                    parameter.fill_(0.1)
+        return joint(features).loss.item()
+
+    assert seen(*MEDUSA2[setting]) != seen()
 
 
 EVAL = {
@@ -489,6 +517,7 @@ def test_every_documented_setting_has_its_test() -> None:
     for name in HEADS:
         assert documented(f"head/{name}.yaml", "") == set(HEAD[name])
     assert documented("eval/default.yaml", "") == {*EVAL, *DECODING}
+    assert documented("medusa2.yaml", "medusa2") == {*MEDUSA2, "held_out"}
     top = {"name", "run_dir", "head_dir", "seed", "rivals"}  # what rivals holds is tested in test_proposers
     shared = {"traffic_dir", "features_dir", "stages", "collect"}  # in test_compare
     assert documented("config.yaml", "") == top | shared | {"defaults", "hydra", "generation", "train"}

@@ -122,8 +122,8 @@ class NearDuplicates:
         text = _normalised(conversation)
         if (same := self._exact.get(text)) is not None:
             return same, 1.0
-        self._exact[text] = conversation.id
         if self._index is None:
+            self._exact[text] = conversation.id
             return None
         runs, hashed = _runs(text), MinHash(num_perm=_PERMUTATIONS, hashfunc=crc32)
         hashed.update_batch([run.encode() for run in runs])
@@ -134,7 +134,7 @@ class NearDuplicates:
         if best[0] >= self._threshold:
             return best[1], best[0]
         self._index.insert(conversation.id, hashed)
-        self._texts[conversation.id] = text
+        self._exact[text], self._texts[conversation.id] = conversation.id, text
         return None
 
 
@@ -164,8 +164,8 @@ def _black_out_emails(text: str) -> str:
 def _key_finder() -> Callable[[str], str]:
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
 
-    classes = get_mapping_from_secret_type_to_class().values()
-    detectors = [made() for made in classes if made.__name__ in _DETECTORS]
+    known: Any = get_mapping_from_secret_type_to_class()
+    detectors = [detector() for detector in known.values() if detector.__name__ in _DETECTORS]
 
     def black_out(text: str) -> str:
         for pattern in _KEYS:

@@ -125,10 +125,13 @@ def _from_value(message: Any) -> dict[str, Any]:
     if role != "call":
         return {"role": role, "content": value}
     try:
-        call = json.loads(value)
-    except (TypeError, ValueError, RecursionError) as error:
+        call = json.loads(str(value))
+    except (ValueError, RecursionError) as error:
         raise RowError("a tool call is not JSON") from error
-    return {"role": "assistant", "tool_calls": [{"function": one} for one in (call if type(call) is list else [call])]}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"function": one} for one in (call if isinstance(call, list) else [call])],
+    }
 
 
 def _prompts(row: Mapping[str, Any]) -> Chat:

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO, cast
 
 import zstandard
 
@@ -186,13 +186,13 @@ def _kind(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: Path) -> BinaryIO:
     """A file's bytes, unpacked."""
     packing = path.suffix.lower()
     if packing == ".gz":
-        return gzip.open(path, "rb")
+        return cast(BinaryIO, gzip.open(path, "rb"))
     if packing == ".zst":
-        return io.BufferedReader(_Zst(path))
+        return cast(BinaryIO, io.BufferedReader(_Zst(path)))
     return open(path, "rb")
 
 
@@ -202,12 +202,9 @@ class _Zst(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._file = open(path, "rb")
-        self._frame, self._packed, self._ready, self._begun = (
-            zstandard.ZstdDecompressor().decompressobj(),
-            b"",
-            b"",
-            False,
-        )
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._packed, self._ready = b"", b""
+        self._begun = False  # whether bytes of the frame have been read
 
     def readable(self) -> bool:
         return True
