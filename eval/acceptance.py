@@ -21,14 +21,13 @@ How rounds enter, exactly:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from eval.bootstrap import MIN_CLUSTERS, RESAMPLES, FloatArray, cluster_intervals
-from eval.trace import RequestTrace, Round
+from eval.bootstrap import MIN_CLUSTERS, RESAMPLES
+from eval.tally import Estimate, estimates, nothing_known, numbers, tally, weigh
+from eval.trace import RequestTrace
 
 LOOP_MAX_PERIOD = 32
 LOOP_MIN_REPEATS = 3
@@ -36,12 +35,18 @@ LOOP_MIN_TAIL = 24
 
 DEFINITIONS: dict[str, str] = {
     "round": "One forward of the target: it judges up to gamma draft tokens and adds one token of its own.",
+    "beta": "Of one examined draft token, the probability of being accepted: sum(min(p, q)) over the vocabulary; "
+    "greedy decoding accepts or does not.",
     "alpha": "Accepted / examined draft tokens, pooled over all rounds (micro). Examined: the target judged "
     "it inside the text, which is every accepted one and the first rejected one of a round.",
     "alpha_macro": "The mean over requests of each request's own alpha: every request weighs the same.",
     "alpha_expected": "Temperature > 0: the mean of sum(min(p, q)) over examined positions, the probability "
     "of acceptance itself; the same quantity as alpha without the noise of the accept draws.",
     "alpha_by_position": "At depth k: accepted / examined, given that all before it were accepted.",
+    "teacher_forced": "Acceptance by depth as training counts it: drafts from every place of a finished text, on true "
+    "tokens, given that all before were right. Its gap is the decoder's alpha_by_position minus it.",
+    "coverage": "The target's probability on tokens the draft can propose: no alpha can be above it. coverage_of_text: "
+    "the share of the text's own tokens, the ceiling for greedy decoding.",
     "survival": "S(k): share of rounds whose first k drafts were all accepted (joint, as vLLM's per-position "
     "rate); a round cut by the end of the text is censored there (product-limit estimator).",
     "tokens_per_round": "Measured: 1 + S(1) + ... + S(gamma), accepted drafts plus the target's own token; "
@@ -70,15 +75,6 @@ DEFINITIONS: dict[str, str] = {
     "without_looping": "The same numbers with the looping requests left out.",
     "identical_requests": "Greedy: requests whose text is, token for token, the target's own greedy text.",
 }
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number and its 95 % interval. `value` None: undefined; `low` and `high` None: no interval."""
-
-    value: float | None
-    low: float | None = None
-    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -178,136 +174,6 @@ def requests_for_width(estimate: Estimate, *, requests: int, width: float) -> in
     return math.ceil(requests * ((estimate.high - estimate.low) / width) ** 2)
 
 
-class _Sums(NamedTuple):
-    """Additive counts. R: requests, or resamples of them. K: depths 1…γ. N: proposed lengths 0…γ."""
-
-    accepted_RK: FloatArray  # rounds with at least k accepted
-    examined_RK: FloatArray  # rounds with at least k examined
-    at_risk_RK: FloatArray  # rounds with k − 1 accepted that were not cut there
-    lengths_RN: FloatArray  # rounds that proposed n tokens
-    beta_R2: FloatArray  # Σ β, positions with a β
-    clock_R8: FloatArray  # with the draft, then without: tokens and seconds of decoding, of the whole request
-    draft_R2: FloatArray  # with the draft: seconds of drafting, tokens drafted
-    macro_R4: FloatArray  # α of the request (0 where undefined), 1 where defined; τ likewise
-
-
-def _weigh(sums: _Sums, weights_BR: FloatArray) -> _Sums:
-    return _Sums(*(weights_BR @ column for column in sums))
-
-
-def _numbers(sums: _Sums) -> dict[str, FloatArray]:
-    """Every number of each row, [R, 1] or [R, K]; NaN where undefined. The definitions, as arithmetic."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        alpha = _total(sums.accepted_RK) / _total(sums.examined_RK)
-        rounds = _total(sums.lengths_RN)
-        step = sums.accepted_RK / np.maximum(sums.at_risk_RK, 1e-9)  # nobody at risk: nobody accepted either
-        survival = np.where(rounds > 0, np.cumprod(step, axis=-1), np.nan)
-        tau = 1 + _total(survival)
-        powers = np.nan_to_num(alpha) ** np.arange(sums.lengths_RN.shape[-1])
-        formula = _total(sums.lengths_RN * np.cumsum(powers, axis=-1)) / rounds
-        decoding, whole, plain_decoding, plain_whole = (
-            sums.clock_R8[:, i : i + 1] / sums.clock_R8[:, i + 1 : i + 2] for i in range(0, 8, 2)
-        )
-        return {
-            "alpha": alpha,
-            "alpha_macro": sums.macro_R4[:, :1] / sums.macro_R4[:, 1:2],
-            "alpha_expected": sums.beta_R2[:, :1] / sums.beta_R2[:, 1:],
-            "alpha_by_position": sums.accepted_RK / sums.examined_RK,
-            "survival": survival,
-            "tokens_per_round": tau,
-            "tokens_per_round_macro": sums.macro_R4[:, 2:3] / sums.macro_R4[:, 3:],
-            "expected_tokens_per_round": formula,
-            "formula_gap": np.where(np.isnan(alpha), np.nan, formula / tau - 1),
-            "speedup": decoding / plain_decoding,
-            "speedup_with_prompt": whole / plain_whole,
-            "draft_cost": sums.draft_R2[:, :1] / sums.draft_R2[:, 1:] * plain_decoding,
-        }
-
-
-def _total(values: FloatArray) -> FloatArray:
-    total: FloatArray = np.sum(values, axis=-1, keepdims=True)
-    return total
-
-
-def _at_least(values: Sequence[int], gamma: int) -> FloatArray:
-    """For k = 1…γ: how many of the values are ≥ k."""
-    return np.array([sum(v >= k for v in values) for k in range(1, gamma + 1)], dtype=np.float64)
-
-
-def _at_risk_until(round_: Round) -> int:
-    """The deepest depth this round was at risk at: one past its acceptances, unless it was cut there.
-
-    A cut round whose whole proposal was accepted had no more to lose: it ends there as any other.
-    """
-    return round_.accepted + int(not (round_.cut and round_.accepted < round_.proposed))
-
-
-def _collect(
-    traces: Sequence[RequestTrace], pairs: Mapping[str, tuple[RequestTrace, RequestTrace]], gamma: int
-) -> _Sums:
-    rows = []
-    for trace in traces:
-        rounds = trace.rounds
-        proposed = [r.proposed for r in rounds]
-        if max(proposed, default=0) > gamma:
-            raise ValueError(f"{trace.request_id}: {max(proposed)} tokens proposed, gamma={gamma}; raise gamma.")
-        betas = [b for r in rounds for b in r.beta]
-        pair = pairs.get(trace.request_id, ())
-        clock = [n for t in pair for n in _clock(t)] or [0.0] * 8
-        draft = [pair[0].draft_seconds, pair[0].drafted_tokens] if pair else [0.0] * 2
-        columns = [
-            _at_least([r.accepted for r in rounds], gamma),
-            _at_least([r.examined for r in rounds], gamma),
-            _at_least([_at_risk_until(r) for r in rounds], gamma),
-            np.array([proposed.count(n) for n in range(gamma + 1)]),
-            np.array([math.fsum(betas), len(betas)]),
-            np.array(clock),
-            np.array(draft),
-            np.zeros(4),
-        ]
-        rows.append(columns)
-    sums = _Sums(*(np.stack(column).astype(np.float64) for column in zip(*rows, strict=True)))
-    own = _numbers(sums)
-    alpha_R, tau_R = own["alpha"][:, 0], own["tokens_per_round"][:, 0]
-    macro = [np.nan_to_num(alpha_R), ~np.isnan(alpha_R), np.nan_to_num(tau_R), ~np.isnan(tau_R)]
-    return sums._replace(macro_R4=np.stack(macro, axis=1).astype(np.float64))
-
-
-def _clock(trace: RequestTrace) -> tuple[float, float, float, float]:
-    """Tokens and seconds of decoding, then of the whole request."""
-    return trace.decoded_tokens, trace.decoding_seconds, len(trace.tokens), trace.seconds
-
-
-def _estimate(sums: _Sums, resamples: int, seed: int) -> dict[str, list[Estimate]]:
-    """Each number's estimates: one, or one per depth."""
-    clusters = len(sums.beta_R2)
-    point = {name: value[0] for name, value in _numbers(_weigh(sums, np.ones((1, clusters)))).items()}
-    flat = np.concatenate(list(point.values()))
-    unknown = np.full_like(flat, np.nan)
-    low, high = cluster_intervals(
-        lambda weights_BR: np.concatenate(list(_numbers(_weigh(sums, weights_BR)).values()), axis=-1),
-        clusters=clusters,
-        resamples=resamples,
-        seed=seed,
-    ) or (unknown, unknown)
-    cells = iter(zip(flat, low, high, strict=True))
-    return {name: [_known(*next(cells)) for _ in value] for name, value in point.items()}
-
-
-def _known(value: float, low: float, high: float) -> Estimate:
-    if math.isnan(value):
-        return Estimate(None)
-    if math.isnan(low) or math.isnan(high):
-        return Estimate(float(value))
-    return Estimate(float(value), float(low), float(high))
-
-
-def _nothing(gamma: int) -> dict[str, list[Estimate]]:
-    """What is known when no request is left: every number undefined."""
-    names = _numbers(_Sums(*(np.zeros((1, n)) for n in (gamma, gamma, gamma, gamma + 1, 2, 8, 2, 4))))
-    return {name: [Estimate(None)] * value.shape[-1] for name, value in names.items()}
-
-
 def measure(
     traces: Sequence[RequestTrace],
     *,
@@ -330,7 +196,12 @@ def measure(
     pairs = {t.request_id: (clocks[t.request_id], twins[t.request_id]) for t in traces if t.request_id in twins}
     clocked = [clocks[t.request_id] for t in traces if t.request_id in clocks]
     seconds = math.fsum(t.seconds for t in clocked)
-    got = _estimate(_collect(traces, pairs, gamma), resamples, seed) if traces else _nothing(gamma)
+    got = nothing_known(gamma)
+    if traces:
+        sums = tally(traces, pairs, gamma)
+        got = estimates(
+            lambda weights_BR: numbers(weigh(sums, weights_BR)), clusters=len(traces), resamples=resamples, seed=seed
+        )
     return Measurement(
         requests=len(traces),
         rounds=len(rounds),

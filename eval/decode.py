@@ -278,7 +278,8 @@ class _Batch:
         accepted = min(kept, len(drafted))
         examined = accepted + int(not cut and accepted < proposed)
         beta = tuple(verdict.beta_BN[index, :examined].tolist()) if verdict.beta_BN is not None else ()
-        row.rounds.append(Round(proposed, accepted, cut, beta, len(drafted) if cut else None, tree))
+        dropped: list[int] = [] if cut or tree else proposal.tokens_BN[index, accepted:count].tolist()
+        row.rounds.append(Round(proposed, accepted, cut, beta, len(drafted) if cut else None, tree, tuple(dropped)))
 
     def _extend(self, row: _Row, tokens: Sequence[int]) -> int:
         """Append tokens until the text ends; returns how many were appended."""

@@ -176,4 +176,10 @@ def first_layers(target: FrozenTarget, layers: int) -> FrozenTarget:
     model.to(target.device)
     pack_linears(model)
     group_attention(model)
-    return FrozenTarget(model=model, tokenizer=target.tokenizer, path=target.path, fingerprint=target.fingerprint)
+    return FrozenTarget(
+        model=model,
+        tokenizer=target.tokenizer,
+        path=target.path,
+        fingerprint=target.fingerprint,
+        template=target.template,
+    )

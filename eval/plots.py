@@ -1,4 +1,4 @@
-"""Charts as inline SVG, drawn by matplotlib: lines over whole numbers, dots per group, each with its interval.
+"""Charts as inline SVG, drawn by matplotlib: lines over whole numbers and dots per group with intervals, heat maps.
 
 Colours are the page's: matplotlib gets stand-ins, which become the page's CSS variables in the SVG, so that a
 chart follows dark, light and print; text stays text. This module does not know what the numbers mean.
@@ -7,6 +7,7 @@ chart follows dark, light and print; text stays text. This module does not know 
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 330, 222  # the viewBox: near the pixels of a card on a phone, so that 12 means 12 there
 ROW = 18.5  # height of one dot of a dot chart
 MARKS = {"s1": "o", "s2": "s", "s3": "^", "s4": "D", "s5": "v", "s6": "*"}  # a series' colour and its shape
-COLOURS = {name: f"#fe00{i:02x}" for i, name in enumerate(["ink", "soft", "rule", "card", *MARKS])}
+COLOURS = {name: f"#fe00{i:02x}" for i, name in enumerate(["ink", "soft", "rule", "card", "good", "bad", *MARKS])}
+_CELLS, _CELL = 7, 36.0  # columns of a heat map that have room for figures; the height of a cell
 WHISKER: dict[str, Any] = {"linewidth": 5, "alpha": 0.3, "capstyle": "round"}
 STYLE = {
     "svg.fonttype": "none",
@@ -118,6 +120,52 @@ def _dot(axes: Axes, css: str, estimate: Estimate, y: float) -> None:
         axes.plot([value], [y], marker=MARKS[css], **look)
     figure = "–" if value is None else f"{value:.2f}"
     axes.text(1.03, y, figure, va="center", transform=axes.get_yaxis_transform(), **look)
+
+
+def heat_map(
+    cells: Sequence[Sequence[tuple[float | None, str]]],
+    *,
+    columns: Sequence[str],
+    rows: Sequence[str],
+    x_label: str,
+    y_label: str,
+    label: str,
+    middle: float = 1.0,
+) -> str:
+    """A cell per value and its note, the first row on top: above `middle` in one colour, below in another, the more
+    the fuller.
+
+    Both stand in the cells, so that nothing is said by colour alone; where columns are too many for that, only colour
+    is left.
+    """
+    room = len(columns) <= _CELLS
+
+    def draw(axes: Axes) -> None:
+        for y, line in enumerate(cells):
+            for x, (value, note) in enumerate(line):
+                _heat_cell(axes, x, y, value, middle)
+                if room:
+                    figure = "–" if value is None else f"{value:.2f}"
+                    axes.text(x, y - 0.19, figure, ha="center", va="center", color=COLOURS["ink"])
+                    axes.text(x, y + 0.25, note, ha="center", va="center", fontsize=10.9, color=COLOURS["ink"])
+        axes.set_xlim(-0.5, len(columns) - 0.5)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        every = 1 if room else 2
+        axes.set_xticks(range(0, len(columns), every), columns[::every])
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_ylabel(y_label)
+
+    return _svg(draw, x_label=x_label, label=label, shown=(0.0, 0.0), height=_CELL * len(rows) + 50)
+
+
+def _heat_cell(axes: Axes, x: int, y: int, value: float | None, middle: float) -> None:
+    """The ground of one cell: full colour at three times the middle or a third of it."""
+    from matplotlib.patches import Rectangle
+
+    shade = 0.0 if value is None or value <= 0 else min(1.0, abs(math.log(value / middle)) / math.log(3.0))
+    colour = COLOURS["good" if value is not None and value >= middle else "bad"]
+    corner = (x - 0.47, y - 0.47)
+    axes.add_patch(Rectangle(corner, 0.94, 0.94, facecolor=colour, edgecolor="none", alpha=0.06 + 0.5 * shade))
 
 
 def _short(name: str, length: int = 17) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.acceptance import DEFINITIONS, Measurement, is_looping, measure, vllm_counters
 from eval.bootstrap import RESAMPLES
+from eval.formula import check_formula
 from eval.trace import RequestTrace
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def build_report(
     head: Mapping[str, Any] | None,
     traffic: Mapping[str, Any],
     provenance: Mapping[str, Any],
+    samples: Sequence[Mapping[str, Any]] = (),
+    load: Mapping[str, Any] | None = None,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -62,7 +65,8 @@ def build_report(
 
     The first run of a trained head at temperature 0 is the headline: the caller's order decides. `traffic`
     may say `held_out` (bool): the head has not seen these requests; `target`, `head` and `traffic` may say
-    `name`. The rest of them is shown as it comes.
+    `name`. The rest of them is shown as it comes. samples: see `eval.samples`. load: what the head is expected
+    to do on a loaded server (`eval.speedup.Advice.to_json`).
     """
     if not runs:
         raise ValueError("There is nothing to report: no run was evaluated; evaluate at least one proposer.")
@@ -80,6 +84,9 @@ def build_report(
         "traffic": dict(traffic),
         "results": results,
         "identity": _identity(runs),
+        "samples": list(samples),
+        "formula": _formula(runs, resamples=resamples, seed=seed),
+        "load": dict(load) if load is not None else None,
         "definitions": dict(DEFINITIONS),
         "provenance": dict(provenance),
     }
@@ -87,6 +94,21 @@ def build_report(
     if "modified" in report["target"]:
         report["verdict"] = f"{report['verdict'].removesuffix('.')}; {report['target']['modified']}."
     return report
+
+
+def _formula(runs: Sequence[Run], *, resamples: int, seed: int) -> dict[str, Any] | None:
+    """The formula against the headline's draft, in the number format where most draft lengths were decoded."""
+    chosen = headline_run(runs)
+    own = [r for r in runs if (r.proposer, r.temperature) == (chosen.proposer, chosen.temperature)]
+    lengths = {
+        dtype: {r.gamma: r.traces for r in own if r.dtype == dtype} for dtype in dict.fromkeys(r.dtype for r in own)
+    }
+    dtype = max(lengths, key=lambda name: len(lengths[name]))
+    decoded = [t for traces in lengths[dtype].values() for t in traces]
+    if chosen.proposer == PLAIN or not decoded or any(r.tree for t in decoded for r in t.rounds):
+        return None
+    found = check_formula(lengths[dtype], resamples=resamples, seed=seed).to_json()
+    return {"dtype": dtype, **{key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}}
 
 
 def _key(run: Run) -> tuple[str, str, float, int]:
@@ -164,11 +186,15 @@ def _identity(runs: Sequence[Run]) -> dict[str, Any]:
     return proof
 
 
-def _headline(runs: Sequence[Run]) -> dict[str, Any]:
+def headline_run(runs: Sequence[Run]) -> Run:
     """The run that the verdict speaks of."""
     trained = [r for r in runs if r.proposer not in UNTRAINED] or list(runs)
     greedy = [r for r in trained if r.temperature == 0] or trained
-    proposer, dtype, temperature, gamma = _key(greedy[0])
+    return greedy[0]
+
+
+def _headline(runs: Sequence[Run]) -> dict[str, Any]:
+    proposer, dtype, temperature, gamma = _key(headline_run(runs))
     return {"proposer": proposer, "dtype": dtype, "temperature": temperature, "gamma": gamma}
 
 

@@ -37,12 +37,23 @@ figure p{color:var(--soft);font-size:.87rem;line-height:1.42;margin:0 0 .5rem}
 figure svg{display:block;width:100%;max-width:440px;height:auto;margin:0 auto}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:2px 16px;margin:0 0 8px;padding:0;font-size:.83rem}
 .legend i{font-style:normal;margin-right:6px}
+.tokens{gap:6px 22px;margin-bottom:1rem;font-size:.88rem}
+.sample{margin:0 0 1.6rem;max-width:60em}.sample .over{margin:0 0 .5rem}
+.prompt{white-space:pre-wrap;color:var(--soft);font-size:.88rem;line-height:1.45;border-left:3px solid var(--rule);
+padding:.1rem 0 .1rem .8rem;margin:0 0 .6rem}
+.text{white-space:pre-wrap;background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:12px 14px;
+margin:0;line-height:1.9;font-size:.95rem}
+mark,.text b,.tokens b,del{border-radius:4px;padding:1px 2px;margin:0 1px;box-decoration-break:clone;
+-webkit-box-decoration-break:clone}
+mark{color:inherit;background:color-mix(in srgb,var(--s1) 22%,transparent)}
+.text b,.tokens b{font-weight:600;box-shadow:inset 0 0 0 1px var(--soft)}
+del{color:var(--bad);font-size:.84em}
 .tiles .off b{color:var(--bad)}
 .s1{color:var(--s1)}.s2{color:var(--s2)}.s3{color:var(--s3)}.s4{color:var(--s4)}
 .s5{color:var(--s5)}.s6{color:var(--s6)}.soft{color:var(--soft)}
 svg{stroke-linejoin:round}
 svg text{font-family:inherit!important;font-variant-numeric:tabular-nums}
-.scroll{overflow-x:auto;margin:0 0 1.4rem}
+.scroll{overflow-x:auto;margin:0 0 1.4rem}.figures+.scroll{margin-top:1.6rem}
 table{border-collapse:separate;border-spacing:0;width:100%;font-size:13.5px;line-height:20px;
 font-variant-numeric:tabular-nums lining-nums}
 caption{text-align:left;font-weight:650;padding:.3rem 0 .45rem;position:sticky;left:0}
@@ -75,6 +86,7 @@ section:has(.figures){break-before:page}
 figure,.tiles div,table{break-inside:avoid}.facts{break-inside:auto}
 .tiles{grid-template-columns:repeat(4,1fr)}.figures{grid-template-columns:repeat(2,minmax(0,1fr));gap:10px}
 figure{padding:10px 10px 6px}figure svg{max-height:19cm}@page{margin:14mm}
-.scroll{overflow:visible}table{font-size:7.6pt}th,td{padding-left:7px}
+.scroll{overflow:visible}table{font-size:7.4pt}th,td{padding-left:6px;white-space:normal;overflow-wrap:normal}
+mark,.text b{print-color-adjust:exact;-webkit-print-color-adjust:exact}.sample{break-inside:avoid}
 details::details-content{content-visibility:visible;block-size:auto}pre{white-space:pre-wrap}}
 """

@@ -86,6 +86,33 @@ def loops(row: Mapping[str, Any]) -> str:
     )
 
 
+def headline_numbers(report: Mapping[str, Any]) -> dict[str, float]:
+    """The few numbers of the run that the verdict speaks of, as far as they are known."""
+    row = headline_rows(report)[0]
+    known = {name: row[name]["value"] for name in _TRACKED if row[name] is not None}
+    if row["identical_requests"] is not None and row["requests"]:
+        known["identical_share"] = row["identical_requests"] / row["requests"]
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def flat_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All results as rows of plain values under the same keys."""
+    facts = ("proposer", "dtype", "temperature", "gamma", "slice", "requests", "rounds", "tokens")
+    return [
+        {name: row[name] for name in facts}
+        | {
+            f"{name}{end}": None if row[name] is None else row[name][key]
+            for name in _TRACKED
+            for end, key in (("", "value"), ("_low", "low"), ("_high", "high"))
+        }
+        | {"identical_requests": row["identical_requests"]}
+        for row in report["results"]
+    ]
+
+
+_TRACKED = ("alpha", "tokens_per_round", "formula_gap", "speedup", "draft_cost")
+
+
 def _compact(estimate: Mapping[str, Any]) -> str:
     """As `with_interval`, without the zeros before the point and the comma: it has to fit."""
     text = with_interval(estimate).replace(",", "")
@@ -151,10 +178,10 @@ def to_markdown(report: Mapping[str, Any]) -> str:
                 identical(row),
                 with_interval(row["speedup"]),
             ]
-            lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+            lines.append("| " + " | ".join(cell(one) for one in cells) + " |")
     return "\n".join([*lines, "", "Square brackets: 95 % intervals, resampled by request."]) + "\n"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Text that cannot break out of a Markdown table's cell."""
     return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())

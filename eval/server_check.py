@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from eval.acceptance import Estimate, VllmCounters, vllm_counters
+from eval.acceptance import VllmCounters, vllm_counters
 from eval.bootstrap import FloatArray, cluster_intervals
 from eval.decode import Request
 from eval.server import Limits, Server, ServerRun, ask
+from eval.tally import Estimate
 from eval.trace import RequestTrace, dump_traces
 from heads.artifact import write_atomic
 

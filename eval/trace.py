@@ -26,6 +26,8 @@ class Round:
     beta      T > 0: Σ min(p, q) at each examined position, in order; empty for greedy decoding.
     verified  accepted drafts before the text was cut, which is what a server counts; None: the same.
     tree      the proposal was no chain; `proposed` is then how deep it could have been followed along this path.
+    dropped   the drafted tokens of a chain that did not get into the text: the rejected one and all behind it. Empty in
+              a cut round and for trees; only shown, no number is computed from it.
     """
 
     proposed: int
@@ -34,12 +36,14 @@ class Round:
     beta: tuple[float, ...] = ()
     verified: int | None = None
     tree: bool = False
+    dropped: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert 0 <= self.accepted <= self.server_accepted <= self.proposed, self
         assert self.accepted > 0 or not self.cut, f"a cut round keeps at least one draft: {self}"
         assert self.cut or self.server_accepted == self.accepted, f"only a cut round loses drafts: {self}"
         assert len(self.beta) in (0, self.examined), f"one beta per examined position: {self}"
+        assert len(self.dropped) in (0, self.proposed - self.accepted), f"one token per draft that was dropped: {self}"
 
     @property
     def examined(self) -> int:
@@ -105,10 +109,9 @@ class RequestTrace:
         missing = [f.name for f in fields(cls) if f.name not in value]
         if missing:
             raise ValueError(f"A trace lacks {', '.join(missing)}: written by another version; evaluate again.")
-        rounds = [
-            Round(r["proposed"], r["accepted"], r["cut"], tuple(r["beta"]), r["verified"], r["tree"])
-            for r in value["rounds"]
-        ]
+        # What was dropped is only shown: traces from before it was kept are as good.
+        lists = [{"beta": tuple(r["beta"]), "dropped": tuple(r.get("dropped", ()))} for r in value["rounds"]]
+        rounds = [Round(**{**r, **own}) for r, own in zip(value["rounds"], lists, strict=True)]
         return cls(**{**{f.name: value[f.name] for f in fields(cls)}, "rounds": rounds})
 
 

@@ -46,7 +46,7 @@ class MTPHead(RecurrentHead):
         loss: str = "kl",
         decay: float | str = 0.6,
         eta: float = 3.0,
-        final_norm: bool = False,
+        final_norm: bool = True,
     ) -> None:
         sizes = sizes if isinstance(sizes, BlockSizes) else BlockSizes(**sizes)
         if depth < 1:

@@ -7,6 +7,7 @@ run a block of tokens over a cache. It does not know what the features are for.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,9 +52,11 @@ class FrozenTarget:
         tokenizer: PreTrainedTokenizerBase,
         path: str,
         fingerprint: dict[str, str],
+        template: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
+        self.template = dict(template or {})
         self.path = path
         self.fingerprint = fingerprint
         config = model.config.get_text_config()
@@ -80,15 +83,18 @@ class FrozenTarget:
         device: str = "cpu",
         attention: str | None = None,
         trust_remote_code: bool = False,
+        template: Mapping[str, Any] | None = None,
     ) -> FrozenTarget:
         """Load a target.
 
         path: a folder, a Hub id, or a .gguf file. gguf_file: the file's name inside `path`. adapter: folder of a PEFT
         adapter, merged into the base as served. dtype: one of DTYPES. attention: transformers' own choice if None.
+        template: what the server hands the chat template beside the messages, such as {"enable_thinking": False}.
         Raises UserError when something is missing.
         """
         if dtype not in DTYPES:
             raise UserError(f"target.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
+        _check_template(template or {})
         tokenizer = load_tokenizer(path, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
         folder, gguf_file = _resolve(str(path), gguf_file)
         with _loading(path):
@@ -105,7 +111,9 @@ class FrozenTarget:
                 f"The target at {path} lacks {len(report['missing_keys'])} weights, among them "
                 f"{min(report['missing_keys'])}, which would be made up; give a complete checkpoint."
             )
-        fingerprint = fingerprint_target(folder, gguf_file=gguf_file, adapter=adapter, tokenizer=tokenizer)
+        fingerprint = fingerprint_target(
+            folder, gguf_file=gguf_file, adapter=adapter, tokenizer=tokenizer, template=template
+        )
         if adapter is not None:
             model = _merge_adapter(model, adapter)
         model.to(device)
@@ -113,7 +121,7 @@ class FrozenTarget:
             model.set_experts_implementation("eager")  # the grouped products of experts know no doubles
         pack_linears(model)
         group_attention(model)
-        return cls(model=model, tokenizer=tokenizer, path=str(path), fingerprint=fingerprint)
+        return cls(model=model, tokenizer=tokenizer, path=str(path), fingerprint=fingerprint, template=template)
 
     @property
     def device(self) -> torch.device:
@@ -189,8 +197,8 @@ class FrozenTarget:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """`render` by this target's tokenizer."""
-        return render(self.tokenizer, messages, tools=tools)
+        """`render` by this target's tokenizer, with what the template is given beside the messages."""
+        return render(self.tokenizer, messages, tools=tools, template=self.template)
 
     def _mask(self, allowed_BNC: Tensor | None, positions_BN: Tensor, cache: BlockCache) -> Any:
         """What transformers wants as attention_mask: nothing, one additive 4-D mask, or one for each kind of layer."""
@@ -240,9 +248,11 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation up to where the assistant's next turn begins, by the tokenizer's own template.
 
+    template: what else the template is given, by name.
     Raises UserError when the tokenizer has no chat template or the template refuses the conversation.
     """
     if tokenizer.chat_template is None:
@@ -251,7 +261,11 @@ def render(
         )
     try:
         ids = tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, return_dict=False
+            list(messages),
+            tools=list(tools) if tools else None,
+            add_generation_prompt=True,
+            return_dict=False,
+            **(template or {}),
         )
     except TemplateError as error:
         raise UserError(
@@ -260,6 +274,16 @@ def render(
             f"leave it out or change the template."
         ) from error
     return [int(index) for index in ids]
+
+
+def _check_template(template: Mapping[str, Any]) -> None:
+    """Refuse names that are not the template's to know but those of the call that renders it."""
+    taken = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"kwargs"}
+    if wrong := sorted(taken & set(template)):
+        raise UserError(
+            f"target.template={dict(template)} cannot set {wrong[0]}; name what the chat template itself asks for, "
+            f"such as {{enable_thinking: false}}."
+        )
 
 
 @contextmanager
@@ -276,9 +300,15 @@ def _loading(path: str | Path) -> Iterator[None]:
 
 
 def fingerprint_target(
-    folder: str, *, gguf_file: str | None, adapter: str | None, tokenizer: PreTrainedTokenizerBase
+    folder: str,
+    *,
+    gguf_file: str | None,
+    adapter: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    template: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """What identifies a target: weights (sizes and sampled bytes of all weight files), tokenizer, chat template.
+    """What identifies a target: weights (sizes and sampled bytes of all weight files), tokenizer, chat template with
+    what it is given.
 
     Where an adapter came out of training a head, `modified` says so; every artifact that names its target says it too.
     """
@@ -294,7 +324,7 @@ def fingerprint_target(
         "name": Path(folder).name if gguf_file is None else gguf_file,
         "weights": digest([[file.name, _sampled_digest(file)] for file in files]),
         "tokenizer": digest(vocabulary),
-        "template": digest(tokenizer.chat_template),
+        "template": digest([tokenizer.chat_template, dict(template)] if template else tokenizer.chat_template),
         **modified,
     }
 

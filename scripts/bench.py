@@ -3,6 +3,8 @@
 python -m scripts.bench bench=train head=eagle3
 python -m scripts.bench bench=decode name=demo
 python -m scripts.bench bench=peers name=demo
+python -m scripts.bench bench=cost name=demo
+python -m scripts.bench bench=prediction name=demo
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from scripts.common import build_head, load_target, script
+from scripts.costs import bench_cost, bench_prediction
 from scripts.settings import build
 
 
 def run(cfg: DictConfig) -> None:
     """The measurement that bench= names."""
-    {"train": bench_train, "decode": bench_decode, "peers": bench_peers}[cfg.bench.kind](cfg)
+    kinds = {"train": bench_train, "decode": bench_decode, "peers": bench_peers}
+    (kinds | {"cost": bench_cost, "prediction": bench_prediction})[cfg.bench.kind](cfg)
 
 
 def bench_train(cfg: DictConfig) -> None:

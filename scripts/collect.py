@@ -5,8 +5,9 @@ python -m scripts.collect target=custom target.path=my/model traffic=jsonl traff
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -25,7 +26,7 @@ def run(cfg: DictConfig) -> None:
 
     features = Path(cfg.features_dir)
     print(f"traffic   reading the prompts into {cfg.traffic_dir}", flush=True)
-    write_traffic(cfg.traffic_dir, build(cfg, "traffic"), config=plain(cfg))
+    show_account(write_traffic(cfg.traffic_dir, build(cfg, "traffic"), config=plain(cfg)), cfg.traffic_dir)
     traffic = load_traffic(cfg.traffic_dir)
     print(f"          {len(traffic.train)} conversations to train on, {len(traffic.held_out)} held out", flush=True)
     print(f"target    loading {cfg.target.path}", flush=True)
@@ -44,6 +45,28 @@ def run(cfg: DictConfig) -> None:
         f"({manifest['tokens']:,} with prompts) in {features}",
         flush=True,
     )
+
+
+def show_account(manifest: Mapping[str, Any], folder: str) -> None:
+    """What became of the rows: a line for the formats that were chosen, and a table where not all were kept."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    rows, formats = manifest["rows"], manifest["reader"].get("formats", {})
+    for name, files in formats.items():
+        print(f"          {files} {'file' if files == 1 else 'files'} read as {name}", flush=True)
+    if rows["kept"] == rows["read"]:
+        return
+    table = Table(Column(), Column(justify="right"), box=None, padding=(0, 0, 0, 10), show_header=False)
+    table.add_row("read", f"{rows['read']:,}")
+    table.add_row("kept", f"{rows['kept']:,}")
+    for reason, count in manifest["quarantined"].items():
+        table.add_row(f"set aside: {reason}", f"{count:,}")
+    if rows["over_limit"]:
+        table.add_row("over the limit of their slice", f"{rows['over_limit']:,}")
+    Console().print(table)
+    if rows["quarantined"]:
+        print(f"          what was set aside is in {Path(folder) / 'quarantine.jsonl'}", flush=True)
 
 
 def collected_needs(cfg: DictConfig, target: FrozenTarget) -> FeatureNeeds:

@@ -1,4 +1,4 @@
-"""Evaluated heads to one table: α, tokens per round, cost of a draft, speed, size and training of each.
+"""Evaluated heads and their rivals to one ranking, with differences in pairs, as a table and as a page.
 
 python -m scripts.compare                                       (all runs under runs/compare)
 python -m scripts.compare 'runs=[runs/compare/eagle3,runs/mine]' comparison_dir=runs/both
@@ -38,21 +38,28 @@ def finished(folder: Path) -> list[Path]:
 
 
 def write_comparison(runs: Sequence[Path], folder: Path) -> None:
-    """Print the table and write comparison.json and comparison.md."""
+    """Print the table and write comparison.json, comparison.md and the page comparison.html."""
     from rich.console import Console
 
-    from eval.comparison import compare, render_table, to_markdown
+    from eval.comparison import compare
+    from eval.comparison_page import render_page
+    from eval.comparison_table import render_table, to_markdown
+    from eval.kept import kept_runs
     from heads.artifact import UserError, provenance, write_atomic, write_json
 
     if missing := [run for run in runs if not (run / REPORT).is_file()]:
         raise UserError(f"{missing[0]} holds no {REPORT}; evaluate it first, or leave it out of runs=.")
     print(f"compare   {', '.join(map(str, runs)) or folder}", flush=True)
     short = len({run.name for run in runs}) == len(runs)
-    comparison = compare({run.name if short else str(run): json.loads((run / REPORT).read_text()) for run in runs})
-    write_json(folder / "comparison.json", {**comparison, "provenance": provenance()})
+    folders = {run.name if short else str(run): (run / REPORT).parent for run in runs}
+    reports = {name: json.loads((at / REPORT.name).read_text()) for name, at in folders.items()}
+    behind = {name: kept_runs(at, reports[name]) for name, at in folders.items()}
+    comparison = {**compare(reports, behind), "provenance": provenance()}
+    write_json(folder / "comparison.json", comparison)
     write_atomic(folder / "comparison.md", to_markdown(comparison))
+    write_atomic(folder / "comparison.html", render_page(comparison))
     Console().print(render_table(comparison))
-    print(f"\nThe table: {folder / 'comparison.md'}", flush=True)
+    print(f"\nThe comparison to look at: {folder / 'comparison.html'}", flush=True)
 
 
 @script("compare")

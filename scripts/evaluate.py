@@ -9,6 +9,7 @@ python -m scripts.evaluate name=mine 'rival=[prompt_lookup,early_exit,lookahead]
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,15 @@ from omegaconf import DictConfig
 
 from scripts.common import load_target, script
 from scripts.drafters import plan_tree, proposers, within_reach
-from scripts.prompts import held_out_requests
+from scripts.prompts import held_out_requests, tokenizer_of
 from scripts.rivals import build_rivals, rivals_identity
 from scripts.settings import build, plain
+from scripts.teacher import teacher_forced
+from scripts.twins import FILES, write_report
 
 if TYPE_CHECKING:
+    from eval.decode import Request
+    from eval.report import Run
     from eval.static_tree import Measuring
     from heads.tree_draft import DynamicTree
 
@@ -32,10 +37,9 @@ def run(cfg: DictConfig) -> None:
     from rich.console import Console
 
     from eval.report import build_report
-    from eval.report_page import render_page
     from eval.report_table import render_table
     from eval.suite import Suite
-    from heads.artifact import provenance, read_manifest, write_atomic, write_json, write_manifest
+    from heads.artifact import provenance, read_manifest, write_manifest
     from scripts.show import Steps
 
     folder, head_dir = Path(cfg.run_dir) / "report", Path(cfg.head_dir)
@@ -62,18 +66,19 @@ def run(cfg: DictConfig) -> None:
             progress=steps.advance,
         )
         runs = suite.run([name, *map(str, cfg.rivals)])
+        taught = teacher_forced(cfg, runs, requests, folder / "teacher.json", suite.key, steps)
     report = build_report(
         runs=runs,
         target={"path": cfg.target.path, **head_facts["target"]},
         head={key: head_facts.get(key) for key in HEAD_FACTS},
         traffic={"name": traffic["reader"]["reader"], "held_out": True, "fingerprints": traffic["fingerprints"]},
         provenance=provenance(plain(cfg)),
+        samples=_samples(cfg, runs, requests),
     )
-    write_json(folder / "report.json", report)
-    write_atomic(folder / "report.html", render_page(report))
-    write_manifest(
-        folder, "report", {"files": ["report.json", "report.html"], "verdict": report["verdict"]}, plain(cfg)
-    )
+    report["teacher_forced"] = taught
+    write_report(folder, report)
+    write_manifest(folder, "report", {"files": list(FILES), "verdict": report["verdict"]}, plain(cfg))
+    track(cfg, folder, report)
     Console().print(render_table(report))
     print(f"\n{report['verdict']}\nThe report to look at: {folder / 'report.html'}", flush=True)
 
@@ -93,6 +98,33 @@ def _identity(cfg: DictConfig, head: dict[str, Any], tree: DynamicTree | Measuri
         "tree": digest(None if tree is None else asdict(tree)),
         "run_as": digest([plain(cfg.target), torch.cuda.is_available()]),
     }
+
+
+def _samples(cfg: DictConfig, runs: Sequence[Run], requests: Sequence[Request]) -> list[dict[str, Any]]:
+    """Some texts of the run that the verdict speaks of, in the target's own words."""
+    from eval.report import headline_run
+    from eval.samples import sample_texts
+
+    tokenizer = tokenizer_of(cfg)
+    prompts = {request.request_id: request.prompt for request in requests}
+    return sample_texts(
+        headline_run(runs), prompts, lambda ids: tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+    )
+
+
+def track(cfg: DictConfig, folder: Path, report: Mapping[str, Any]) -> None:
+    """The numbers, the table and the page to the tracker, into the head's own run where that is known."""
+    from eval.report_table import flat_rows, headline_numbers
+    from training.checkpoint import CheckpointFolder
+    from training.tracking import Evaluation
+
+    tracker = build(cfg, "tracking", folder=str(folder))
+    page = (folder / "report.html").read_text()
+    tracker.publish(
+        Evaluation(headline_numbers(report), flat_rows(report), page),
+        run_id=CheckpointFolder.tracker_run(Path(cfg.head_dir) / "checkpoints"),
+        config=plain(cfg),
+    )
 
 
 @script()

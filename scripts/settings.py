@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from training.regenerate import Generation
     from training.settings import TrainSettings
 
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    types.NoneType: "null",
+    Any: "a value",
+}
 _ABOUT_CALLS = ("_target_", "_convert_", "_partial_", "_recursive_")
 _OF_BUILDING = {
     "head": {"draft_vocab_size": int | None, "from_target": bool},
@@ -83,7 +90,9 @@ def check_all(cfg: DictConfig) -> None:
     train_settings(cfg)
     generation_settings(cfg)
     build(cfg, "eval", seed=cfg.seed)
-    check_call(FrozenTarget.load, "target", {name: value for name, value in cfg.target.items() if name != "path"})
+    check_call(
+        FrozenTarget.load, "target", {name: value for name, value in plain(cfg.target).items() if name != "path"}
+    )
     for key in ("traffic", "head", "tracking", "export", *(f"rivals.{name}" for name in cfg.rivals)):
         check_node(cfg, key)
     if cfg.traffic.get("held_out") == 0:
@@ -151,6 +160,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return all(_fits(one, arguments[0]) for one in value)
     if origin in (dict, Mapping):
         return isinstance(value, dict) and all(_fits(one, arguments[1]) for one in value.values())
+    if hint is Any:
+        return True
     if hint in (int, float):
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
     return not isinstance(hint, type) or isinstance(value, hint)

@@ -20,7 +20,7 @@ from heads import artifact
 from heads.base import FeatureNeeds
 from heads.target import FrozenTarget
 from training.collect import collect
-from training.readers import read_jsonl
+from training.readers import read_files
 from training.regenerate import Generation
 
 RANDOM_KILLS = 10
@@ -29,7 +29,7 @@ RANDOM_KILLS = 10
 def main(target_path: str, traffic_path: str, folder: Path) -> None:
     torch.set_num_threads(1)
     target = FrozenTarget.load(target_path, dtype="float32")
-    conversations = read_jsonl(traffic_path).conversations
+    conversations = read_files(traffic_path).conversations
     generation = Generation(temperature=0.8, batch_size=4, max_new_tokens=16, max_prompt_tokens=60)
 
     def work(place: Path) -> None:

@@ -23,7 +23,7 @@ KINDS: dict[str, Callable[..., DraftHead]] = {
     "medusa": MedusaHead,
     "medusa-own": lambda **rest: MedusaHead(projection="own", blocks=2, **rest),
     "mtp": MTPHead,
-    "mtp-mimo": lambda **rest: MTPHead(final_norm=True, **rest),
+    "mtp-ernie": lambda **rest: MTPHead(final_norm=False, **rest),
 }
 SERVABLE = tuple(KINDS)
 

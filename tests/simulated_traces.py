@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from eval.tally import Tally
 from eval.trace import RequestTrace, Round
 
 PLAIN_SECONDS = 0.02  # a token without a draft
@@ -75,3 +76,24 @@ def clustered_requests(
     for index, alpha in enumerate(rng.beta(*shape, size=requests)):
         own = iid_rounds(rng, alpha=float(alpha), gamma=gamma, count=rounds)
         yield trace_of(own, request_id=f"r{index}", slice_name=("chat", "code", "tools")[index % 3], seed=index)
+
+
+def clustered_tallies(
+    rng: np.random.Generator, *, runs: int, requests: int, rounds: int, gamma: int, shape: tuple[float, float]
+) -> Iterator[Tally]:
+    """The counts of as many evaluations of `clustered_requests`, without their traces."""
+    for _ in range(runs):
+        alpha_R1 = rng.beta(*shape, size=(requests, 1))
+        yield tally_of(np.minimum(rng.geometric(1 - alpha_R1, size=(requests, rounds)) - 1, gamma), gamma=gamma)
+
+
+def tally_of(accepted_RN: np.ndarray, *, gamma: int) -> Tally:
+    """Counts of requests whose complete rounds proposed γ tokens each and accepted these."""
+    depth_K = np.arange(1, gamma + 1)
+    accepted_RK = (accepted_RN[..., None] >= depth_K).sum(1).astype(float)
+    examined_RK = (np.minimum(accepted_RN + 1, gamma)[..., None] >= depth_K).sum(1).astype(float)
+    requests, rounds = accepted_RN.shape
+    lengths_RN = np.zeros((requests, gamma + 1))
+    lengths_RN[:, gamma] = rounds
+    at_risk_RK = (accepted_RN[..., None] + 1 >= depth_K).sum(1).astype(float)
+    return Tally(accepted_RK, examined_RK, at_risk_RK, lengths_RN, *(np.zeros((requests, n)) for n in (2, 8, 2, 4)))

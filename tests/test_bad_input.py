@@ -91,6 +91,8 @@ def test_broken_rows_among_good_ones_are_set_aside_and_counted(
     monkeypatch.chdir(tmp_path)
     place = e2e.Place(finished.place.target, path, tmp_path)
     collect.run(e2e.config(*place.overrides, "generation.max_new_tokens=4"))
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "1 file read as messages read 23 kept 20 set aside: no messages 1 set aside: unknown role 1" in printed
     manifest = e2e.manifest(place, "traffic")
     assert manifest["rows"] == {"read": 23, "kept": 20, "quarantined": 3, "over_limit": 0}
     aside = [json.loads(line) for line in (place.run / "traffic/quarantine.jsonl").read_text().splitlines()]
@@ -104,8 +106,8 @@ def test_broken_rows_among_good_ones_are_set_aside_and_counted(
 
 def test_traffic_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
     assert "does not exist; set traffic.path=" in refuse(collect.run, "traffic.path=/no/such/file.jsonl")
-    assert "is a folder; set traffic.path=" in refuse(collect.run, f"traffic.path={tmp_path}")
-    assert "traffic=jsonl needs a file" in refuse(collect.run, "traffic.path=null")
+    assert "holds no file ending in" in refuse(collect.run, f"traffic.path={tmp_path}")
+    assert "traffic.path is not set; give a file" in refuse(collect.run, "traffic.path=null")
     assert "is not a share" in refuse(collect.run, "traffic.held_out=1")
     assert "held-out side is empty" in refuse(collect.run, "traffic.held_out=1e-9")
 

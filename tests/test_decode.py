@@ -14,6 +14,7 @@ from eval.decode import Clock, DecodeSettings, Request, decode
 from eval.exactness import LawSettings, exact_texts, generate_texts, law_after
 from eval.proposers.prompt_lookup import PromptLookup
 from eval.sampling import Sampling
+from eval.trace import dump_traces, parse_traces
 from heads.artifact import UserError
 from heads.base import FeatureNeeds, Proposal
 from heads.target import FrozenTarget
@@ -270,6 +271,24 @@ def test_a_tree_round_counts_what_could_be_accepted_along_its_path(known) -> Non
     oracle = draft("oracle tree", target, requests(), truth)
     trace = decode(target, requests(1), oracle, DecodeSettings(gamma=3, max_new_tokens=NEW))[0]
     assert {(r.proposed, r.accepted) for r in trace.rounds[:-1]} == {(3, 3)}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "oracle", "prompt_lookup", "eagle3 dynamic tree"])
+def test_what_was_drafted_in_vain_is_kept_of_chains(known, kind: str) -> None:
+    target, truth = known()
+    settings = DecodeSettings(gamma=4, max_new_tokens=NEW, rows=4)
+    wrong = 0
+    for trace in decode(target, requests(), draft(kind, target, requests(), truth), settings):
+        at = 1
+        for one in trace.rounds:
+            kept = not one.cut and not one.tree
+            assert len(one.dropped) == (one.proposed - one.accepted if kept else 0)
+            if one.dropped:
+                wrong += 1
+                assert one.dropped[0] != trace.tokens[at + one.accepted], "the target's own token was no draft's"
+            at += one.emitted
+        assert parse_traces(dump_traces([trace])) == [trace]
+    assert (wrong > 0) == (kind != "eagle3 dynamic tree")
 
 
 def test_nodes_that_are_padding_in_every_row_are_left_out(known) -> None:

@@ -351,12 +351,12 @@ WANTED = {
         *(f"lm_heads.{i}.weight" for i in range(4)),
         *(f"blocks.{i}.layers.{j}.{part}" for i in range(4) for j in range(2) for part in ("weight", "bias")),
     ],
-    "mtp": [
+    "mtp-ernie": [
         *(f"model.mtp_{name}.0.weight" for name in ("emb_norm", "hidden_norm", "linear_proj")),
         *(f"model.mtp_block.0.{name}" for name in LLAMA),
         *(f"model.mtp_block.0.{name}_layernorm.weight" for name in ("input", "post_attention")),
     ],
-    "mtp-mimo": [
+    "mtp": [
         *(f"model.mtp_layers.0.{name}" for name in [*LLAMA, "input_proj.weight"]),
         *(f"model.mtp_layers.0.self_attn.{name}_proj.bias" for name in "qkv"),
         *(
@@ -382,7 +382,7 @@ def test_what_each_kind_must_say() -> None:
     ]
     assert torch.equal(tensors["lm_head.weight"], servable("medusa").target.lm_head_VD)
     assert "original_lm_head" not in to_vllm(servable("medusa-own"), "float32")[0]
-    ernie, mimo = servable("mtp"), servable("mtp-mimo")
+    ernie, mimo = servable("mtp-ernie"), servable("mtp")
     joined = to_vllm(ernie, "float32")[1]["model.mtp_linear_proj.0.weight"]
     assert torch.equal(joined, ernie.state_dict()["proj.weight"])
     first, second = to_vllm(mimo, "float32")[1]["model.mtp_layers.0.input_proj.weight"].chunk(2, 1)
@@ -394,7 +394,7 @@ def test_what_each_kind_must_say() -> None:
 
 
 def test_an_mtp_module_needs_a_word_about_the_target(tmp_path) -> None:
-    manifest = export_vllm(servable("mtp"), tmp_path / "a", target_fingerprint=FINGERPRINT, target_path="t")
+    manifest = export_vllm(servable("mtp-ernie"), tmp_path / "a", target_fingerprint=FINGERPRINT, target_path="t")
     words = shlex.split(manifest["serve"])
     assert words[5] == "--hf-overrides"
     assert json.loads(words[6]) == {"num_nextn_predict_layers": 1, "target_layer_count": 8}

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eval.comparison import to_markdown
+from eval.comparison_table import to_markdown
 from eval.decode import DecodeSettings, Request, decode
 from heads.artifact import UserError
 from heads.base import TargetFeatures

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from html import escape, unescape
 from html.parser import HTMLParser
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,15 @@ from simulated_traces import clustered_requests, plain_of, trace_of
 
 from eval.acceptance import formula_tokens_per_round
 from eval.exactness import Divergence
+from eval.findings import findings
+from eval.plots import exact
 from eval.report import Run, build_report, find_rows, headline_rows
+from eval.report_markdown import whole_markdown
 from eval.report_page import render_page
+from eval.report_samples import samples
+from eval.report_style import STYLE
 from eval.report_table import as_text, to_markdown
+from eval.samples import LONGEST, sample_texts
 from eval.trace import RequestTrace, Round
 
 META: dict[str, Any] = {
@@ -47,6 +52,11 @@ def lookup_traces(traces: list[RequestTrace], seed: int = 1) -> list[RequestTrac
     return made
 
 
+def dropped_of(one: Round) -> tuple[int, ...]:
+    """Ids for what was drafted in vain."""
+    return tuple(range(one.proposed - one.accepted))
+
+
 def full_runs() -> list[Run]:
     runs = []
     for dtype in ("bfloat16", "float32"):
@@ -56,6 +66,7 @@ def full_runs() -> list[Run]:
             traces[3] = looping
             differs = [Divergence("r4", 11, 5, 6, 0.004)] if dtype == "bfloat16" else []
             compared = differs if temperature == 0 else None
+            traces = [replace(t, rounds=[replace(r, dropped=dropped_of(r)) for r in t.rounds]) for t in traces]
             if temperature > 0:
                 traces = [replace(t, rounds=[replace(r, beta=(0.6,) * r.examined) for r in t.rounds]) for t in traces]
             runs.append(Run("eagle3", dtype, temperature, 4, traces, compared))
@@ -64,9 +75,33 @@ def full_runs() -> list[Run]:
     return runs
 
 
+def words_of(ids: Sequence[int]) -> str:
+    """Stands in for a tokenizer: a word, a piece of code or a line break for every token."""
+    return "".join((" word", "(", ":\n", "\n    ", " <b>", "longer")[token % 6] for token in ids)
+
+
+def advice(columns: int = 6) -> dict[str, Any]:
+    """What `eval.speedup` would say of a server."""
+    table = [
+        {"batch": 2**b, "context": 128 * 2**c, "gamma": max(0, 5 - b), "speedup": exact(2.0 / (1 + b / (8 + c)))}
+        for b in range(6)
+        for c in range(columns)
+    ]
+    asked = {"batch": 8, "context": 1024, "gamma": 3, "stops_paying": 40}
+    return {**asked, "speedup": {"value": 1.5, "low": 1.4, "high": 1.6}, "table": table}
+
+
+def full_report() -> dict[str, Any]:
+    """Everything that a report can hold."""
+    runs = full_runs()
+    prompts = {trace.request_id: [1, 2, 3, 0] * 9 for trace in runs[0].traces}
+    texts = sample_texts(runs[0], prompts, words_of)
+    return build_report(runs=runs, samples=texts, load=advice(), resamples=200, **META)
+
+
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return build_report(runs=full_runs(), resamples=200, **META)
+    return full_report()
 
 
 def is_estimate(value: Any) -> bool:
@@ -239,8 +274,10 @@ def test_page_is_one_self_contained_file(report: dict[str, Any]) -> None:
     assert not {"script", "link", "iframe", "img", "object", "base", "form"} & set(page.tags)
     assert not re.search(r"https?://|//[a-z]|@import|url\(", html)
     assert len(html.encode()) < 200_000  # the limit is 2 MB
-    assert page.tags.count("svg") == 6 and page.tags.count("h1") == 1
-    assert html.count('role="img" aria-label="') == 6 and "#fe00" not in html
+    assert page.tags.count("svg") == 8 and page.tags.count("h1") == 1
+    assert html.count('role="img" aria-label="') == 8 and "#fe00" not in html
+    levels = [int(tag[1]) for tag in page.tags if re.fullmatch("h[1-6]", tag)]
+    assert all(after - before <= 1 for before, after in pairwise(levels))
     assert render_page(report) == html  # no date, no random name
     assert "prefers-color-scheme:dark" in html and "@media print" in html and "width=device-width" in html
 
@@ -256,82 +293,83 @@ def test_page_shows_the_numbers(report: dict[str, Any]) -> None:
     assert "nan" not in text.lower().split() and "None" not in text
 
 
+def test_samples_tell_every_token_apart(report: dict[str, Any]) -> None:
+    (trace,) = (t for t in full_runs()[0].traces if t.request_id == report["samples"][0]["request"])
+    assert {s["slice"] for s in report["samples"]} == {"chat", "code", "tools"}
+    assert [s["weakest"] for s in report["samples"]].count(True) == 1
+    first = report["samples"][0]
+    assert first["pieces"][0] == {"draft": [], "dropped": [], "own": words_of(trace.tokens[:1])}
+    for piece, one in zip(first["pieces"][1:], trace.rounds, strict=True):
+        assert len(piece["draft"]) == one.accepted and piece["dropped"] == [words_of([t]) for t in one.dropped]
+    assert "".join("".join(p["draft"]) + (p["own"] or "") for p in first["pieces"]) == words_of(trace.tokens)
+    html = samples(report)
+    shown = [s for s in report["samples"] for p in s["pieces"] if p["dropped"]]
+    assert html.count("<del>") == 1 + len(shown)  # the legend's, and the overruled one of each round
+    assert html.count("<mark>") == 1 + sum(len(p["draft"]) for s in report["samples"] for p in s["pieces"])
+    older = {**report, "samples": [{**first, "pieces": [{**p, "dropped": []} for p in first["pieces"]]}]}
+    assert "was not recorded" in samples(older) and "was not recorded" not in html
+
+
+def test_a_character_of_several_tokens_stands_at_the_last_of_them() -> None:
+    letters = "né €".encode()
+    run = Run("eagle3", "float32", 0.0, 4, [trace_of([Round(4, 4), Round(4, 0)], tokens=list(range(len(letters))))])
+    (one,) = sample_texts(run, {}, lambda ids: bytes(letters[i] for i in ids).decode(errors="replace"))
+    assert [p["own"] for p in one["pieces"]] == ["n", "", "€"]
+    assert [p["draft"] for p in one["pieces"]] == [[], ["", "é", " ", ""], []]
+
+
+def test_a_long_text_is_cut_and_says_so() -> None:
+    run = Run("eagle3", "float32", 0.0, 4, [trace_of([Round(4, 4)] * 40)])
+    (one,) = sample_texts(run, {"r0": [0] * 900}, words_of)
+    assert not one["complete"] and one["prompt"].startswith("…") and len(one["prompt"]) < 400
+    assert sum(len(p["draft"]) + (p["own"] is not None) for p in one["pieces"]) == LONGEST
+
+
+def test_the_formula_is_checked_where_most_lengths_were_decoded() -> None:
+    runs = [Run("eagle3", "float32", 0.0, 4, head_traces(12))]
+    runs += [Run("eagle3", "bfloat16", 0.0, gamma, head_traces(12, gamma)) for gamma in (2, 5)]
+    found = build_report(runs=runs, resamples=0, **META)["formula"]
+    assert (found["dtype"], found["gamma"]) == ("bfloat16", 5)
+    assert [row["gamma"] for row in found["rows"] if row["measured"]] == [0, 2, 5]
+
+
+def test_advice_is_shown_where_there_is_any(report: dict[str, Any]) -> None:
+    words = " ".join(findings(report))
+    assert "With 8 requests at once and 1024 tokens of context γ = 3 is expected to be best, 1.50 [1.40, 1.60]" in words
+    assert "From 40 requests at once on, drafting no longer pays." in words
+    without = {**report, "load": {**report["load"], "gamma": 0, "stops_paying": None}}
+    assert "no draft is expected to pay" in whole_markdown(without)
+    assert "at once and" not in " ".join(findings({**report, "load": None}))
+
+
+def test_the_markdown_twin_says_all_that_the_page_says(report: dict[str, Any]) -> None:
+    text = whole_markdown(report)
+    assert report["verdict"] in text and "Weakest slice" in text and "0" * 40 in text and "ab" * 32 in text
+    assert all(name in text for name in report["definitions"]) and "bfloat16: 23 of 24" in text
+    assert [line for line in text.splitlines() if line.startswith("#")][0] == "# Draftsmith report"
+
+
+def test_what_is_coloured_can_be_read() -> None:
+    """Contrast of text on its ground, as WCAG 2 defines it: 4.5 for text, in every theme."""
+    themes = [dict(re.findall(r"--(\w+):(#\w+)", block)) for block in re.findall(r":root{(.*?)}", STYLE, re.DOTALL)]
+    assert len(themes) == 3  # light, dark, print
+
+    def light(colour: str) -> float:
+        wide = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
+        parts = [int(wide[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+    for theme in themes:
+        for name in ("ink", "soft", "s1", "s2", "s3", "s4", "s5", "s6", "good", "bad"):
+            for ground in ("paper", "card"):
+                bright, dim = sorted([light(theme[name]), light(theme[ground])], reverse=True)
+                assert (bright + 0.05) / (dim + 0.05) >= 4.5, (name, ground)
+
+
 def test_matplotlib_is_loaded_only_where_a_page_is_drawn() -> None:
     code = "import sys, eval.report_page; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def crowded_runs() -> list[Run]:
-    """More drafts, slices and depth than a picture is made for, under long names."""
-    traces = head_traces(18, 12)
-    traces = [replace(t, slice=f"{'a long name of a slice, no. ' * (i % 2)}{i % 6}") for i, t in enumerate(traces)]
-    plain = [replace(plain_of(t), seconds=(2 + i % 3) * t.seconds) for i, t in enumerate(traces)]
-    drafts = [Run(f"{name}_of_a_rather_long_name", "float32", 0.0, 12, traces) for name in "abcde"]
-    return [*drafts, Run("none", "float32", 0.0, 0, plain)]
-
-
-MEASURE = """<!doctype html><body><iframe srcdoc="%s" style="width:%dpx;height:900px;border:0"></iframe><script>
-onload = () => {
-  const page = frames[0].document, root = page.documentElement
-  const inside = (a, b) => a.left > b.left - 1 && a.right < b.right + 1 && a.top > b.top - 1 && a.bottom < b.bottom + 1
-  const apart = (a, b) => a.right < b.left + 1 || b.right < a.left + 1 || a.bottom < b.top + 2 || b.bottom < a.top + 2
-  const charts = [...page.querySelectorAll("figure svg")].map(svg => {
-    const frame = svg.getBoundingClientRect(), texts = [...svg.querySelectorAll("text")]
-    const boxes = texts.map(text => text.getBoundingClientRect())
-    return {
-      width: frame.width,
-      height: frame.height,
-      smallest: Math.min(...texts.map(t => parseFloat(getComputedStyle(t).fontSize))) * svg.getScreenCTM().a,
-      cut: texts.filter((_, i) => !inside(boxes[i], frame)).map(t => t.textContent),
-      overlapping: texts.filter((_, i) => boxes.some((b, j) => i < j && !apart(boxes[i], b))).map(t => t.textContent),
-      colours: [...new Set([...svg.querySelectorAll("path,use,text")].flatMap(
-        e => [getComputedStyle(e).stroke, getComputedStyle(e).fill]))],
-    }
-  })
-  const found = {width: root.clientWidth, needed: root.scrollWidth, charts}
-  document.body.innerHTML = "<pre></pre>"
-  document.querySelector("pre").textContent = JSON.stringify(found)
-}
-</script>"""
-
-
-def measured_by_a_browser(html: str, width: int, folder: Path, dark: bool = False) -> dict[str, Any]:
-    """The page in a frame of this width (a window has a least width), as the browser lays it out."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    browser = next((found for name in names if (found := shutil.which(name))), None)
-    if browser is None:
-        pytest.skip("no Chromium on this machine")
-    file = folder / "measure.html"
-    file.write_text(MEASURE % (escape(html, quote=True), width))
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--hide-scrollbars"]
-    done = subprocess.run([*command, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120)
-    found = re.search(r"<pre>(.*)</pre>", done.stdout, re.DOTALL)
-    assert found, done.stderr[-2000:]
-    return json.loads(unescape(found[1]))
-
-
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("content", ["full", "crowded"])
-def test_page_in_a_browser(report: dict[str, Any], content: str, width: int, tmp_path: Path) -> None:
-    shown = report if content == "full" else build_report(runs=crowded_runs(), resamples=50, **META)
-    found = measured_by_a_browser(render_page(shown), width, tmp_path)
-    assert found["width"] == width and found["needed"] <= width  # no scrolling sideways
-    assert len(found["charts"]) == 6
-    for chart in found["charts"]:
-        assert 250 < chart["width"] <= 440 and chart["height"] > 150
-        assert chart["smallest"] >= 10.5  # pixels
-        assert chart["cut"] == chart["overlapping"] == []
-
-
-def test_charts_follow_dark_and_light(report: dict[str, Any], tmp_path: Path) -> None:
-    html = render_page(report)
-    light, dark = (measured_by_a_browser(html, 1280, tmp_path, dark=dark)["charts"] for dark in (False, True))
-    for bright, dim in zip(light, dark, strict=True):
-        assert {"rgb(11, 107, 99)", "rgb(93, 96, 104)"} <= set(bright["colours"])  # the first series; ticks
-        assert {"rgb(85, 199, 184)", "rgb(159, 163, 171)"} <= set(dim["colours"])
-        # What is no colour of either theme is black: the default of a path that has no stroke or no fill.
-        assert set(bright["colours"]) & set(dim["colours"]) <= {"none", "rgb(0, 0, 0)"}
 
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;|$\\frac{$\n'
@@ -346,7 +384,9 @@ def test_page_and_tables_escape_what_comes_from_data() -> None:
         Run(HOSTILE, HOSTILE, 0.0, 4, traces, found),
         Run("none", HOSTILE, 0.0, 0, [plain_of(t) for t in traces], None),
     ]
+    texts = sample_texts(runs[0], {t.request_id: [0] for t in traces}, lambda ids: HOSTILE * len(ids))
     meta = {
+        "samples": texts,
         "target": {"name": HOSTILE, HOSTILE: HOSTILE},
         "head": {"name": HOSTILE},
         "traffic": {"name": HOSTILE},
@@ -359,7 +399,7 @@ def test_page_and_tables_escape_what_comes_from_data() -> None:
     markdown = to_markdown(report)
     rows = [line for line in markdown.splitlines() if line.startswith("| ")]
     assert len({row.count("|") - row.count("\\|") for row in rows}) == 1
-    assert "<script" not in markdown
+    assert "<script" not in markdown and "<script" not in whole_markdown(report)
     assert as_text(report)
 
 
@@ -397,7 +437,7 @@ def test_less_than_everything_still_gives_a_report(kind: str) -> None:
     words = "".join(page.words)
     assert "nan" not in words.lower().split() and "None" not in words
     assert max(len(line) for line in as_text(report).splitlines()) <= 80
-    assert to_markdown(report)
+    assert to_markdown(report) and whole_markdown(report)
     assert report["verdict"].endswith(".")
 
 

@@ -112,6 +112,20 @@ def test_the_fingerprint_names_what_differs(tmp_path) -> None:
     assert FrozenTarget.load(tmp_path / "llama0").fingerprint["template"] != first.fingerprint["template"]
 
 
+def test_what_the_template_is_given_is_rendered_and_part_of_the_fingerprint(tmp_path) -> None:
+    base = save_tiny(tmp_path / "base")
+    tiny_tokenizer("{{ messages[0]['content'] }} {{ 'w3' if loud else 'w4' }}").save_pretrained(base)
+    question = [{"role": "user", "content": "w1"}]
+    plain, loud = (FrozenTarget.load(base, template=given) for given in (None, {"loud": True}))
+    words = [target.tokenizer.decode(target.render(question)) for target in (plain, loud)]
+    assert words == ["w1 w4", "w1 w3"]
+    differing = {part for part in plain.fingerprint if plain.fingerprint[part] != loud.fingerprint[part]}
+    assert differing == {"template"}
+    assert FrozenTarget.load(base, template={}).fingerprint == plain.fingerprint
+    with pytest.raises(UserError, match=r"target\.template=.* cannot set tools"):
+        FrozenTarget.load(base, template={"tools": []})
+
+
 @pytest.mark.parametrize("path", ["/no/such/target", "./nothing", "no-such-org/no-such-model", "nonsense"])
 def test_a_target_that_is_not_there(path: str, monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

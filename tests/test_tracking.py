@@ -13,9 +13,15 @@ from typing import Any
 
 import pytest
 
+from eval.report import headline_rows
+from eval.report_table import flat_rows, headline_numbers
 from heads.artifact import UserError
+from scripts import evaluate
+from tests import e2e
+from tests.test_report import full_report
 from tests.training_toy import metrics_of, toy_head, toy_train, weights_of
-from training.tracking import BarDisplay, JsonlTracker, LineDisplay, WandbTracker, open_display
+from training.checkpoint import CheckpointFolder
+from training.tracking import BarDisplay, Evaluation, JsonlTracker, LineDisplay, WandbTracker, open_display
 
 
 @pytest.fixture(autouse=True)
@@ -222,3 +228,52 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     display.close()
     assert "loss 1.5000  acceptance 0.50 0.25  100 tokens/s" in stream.getvalue() and "4/10" in stream.getvalue()
     assert isinstance(open_display(io.StringIO(), 10, 0, 5), LineDisplay)
+
+
+# ---- an evaluation ----------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_is_added_to_the_run_of_its_head(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With W&B itself, offline: the table and the page lie in the run's own files, under the name of the training."""
+    report = full_report()
+    cfg = e2e.config("tracking=wandb", f"run_dir={tmp_path}")
+    toy_train(tmp_path / "head", tracker=WandbTracker(tmp_path / "head"), max_steps=2, stream=io.StringIO())
+    trained = CheckpointFolder.tracker_run(tmp_path / "head" / "checkpoints")
+    folder = tmp_path / "report"
+    folder.mkdir()
+    (folder / "report.html").write_text("<p>seen</p>")
+    evaluate.track(cfg, folder, report)
+    (run,) = (folder / "wandb").glob("offline-run-*")
+    assert trained is not None and run.name.endswith(trained)
+    (page,) = run.glob("files/media/html/report/page_*.html")
+    (table,) = run.glob("files/media/table/report/results_*.table.json")
+    shown = json.loads(table.read_text())
+    assert page.read_text() == "<p>seen</p>" and len(shown["data"]) == len(report["results"])
+    assert {"proposer", "slice", "alpha", "alpha_low", "speedup_high"} <= set(shown["columns"])
+    assert capfd.readouterr().err == "" and not (folder / "metrics.jsonl").exists()
+
+
+def test_numbers_of_an_evaluation_are_those_of_its_headline() -> None:
+    report = full_report()
+    row, numbers = headline_rows(report)[0], headline_numbers(report)
+    assert numbers["alpha"] == row["alpha"]["value"] and numbers["speedup"] == row["speedup"]["value"]
+    assert numbers["identical_share"] == row["identical_requests"] / row["requests"]
+    assert all(math.isfinite(value) for value in numbers.values())
+    assert len({tuple(one) for one in flat_rows(report)}) == 1
+
+
+def test_an_evaluation_survives_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluation = Evaluation({"alpha": 0.5}, [{"proposer": "eagle3", "alpha": 0.5}], "<p>page</p>")
+    for module in (SimpleNamespace(init=lambda **_: FakeRun(0)), None):
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        with caplog.at_level(logging.WARNING):
+            WandbTracker(tmp_path).publish(evaluation, run_id=None, config={})
+    assert len(caplog.records) == 2 and all(str(tmp_path) in one.getMessage() for one in caplog.records)
+    JsonlTracker(tmp_path).publish(evaluation, run_id=None, config={})
+    assert list(tmp_path.iterdir()) == [tmp_path / "home"]
+
+
+def test_a_head_without_checkpoints_has_no_run(tmp_path: Path) -> None:
+    assert CheckpointFolder.tracker_run(tmp_path / "none") is None

@@ -89,6 +89,12 @@ class CheckpointFolder:
         self.run = state["run"]
         return dict(state)
 
+    @staticmethod
+    def tracker_run(folder: str | Path) -> str | None:
+        """Under which name the tracker knows the run whose checkpoints these are; None: not known."""
+        states = sorted(path for path in Path(folder).glob(f"*/{_STATE}") if _NAME.fullmatch(path.parent.name))
+        return json.loads(states[-1].read_text())["record"]["tracker_run"] if states else None
+
     def load_weights(self, module: nn.Module) -> None:
         """Put the latest checkpoint's weights into the module."""
         path = self.latest()

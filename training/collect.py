@@ -156,7 +156,7 @@ class _Run:
     def _render(self, conversation: Conversation, answers: Sequence[str]) -> list[int] | str:
         """The prompt's token ids, or why there are none."""
         try:
-            return self.target.render(conversation.messages(answers))
+            return self.target.render(conversation.messages(answers), tools=conversation.tools)
         except UserError as error:
             return str(error)
 

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from heads.artifact import UserError
+from training.cleaning import Cleaning
 from training.readers import Rows
+from training.sources import RawRow
 from training.traffic import Reading
 
 _PACKAGES = {
@@ -53,14 +55,14 @@ def read_demo(
     the messages of a conversation may have together, for machines on which long prompts take too long (null:
     no bound). Raises UserError when a package is missing.
     """
-    rows = Rows()
+    rows = Rows(cleaning=Cleaning(longest=longest))
     limits = {"code": code, "chat": chat, "tools": tools}
     for name, prompts in (("code", _code), ("chat", _chat), ("tools", _tools)):
         if limits[name] != 0:
             for source, line, row in prompts():
-                rows.add({"slice": name, **row}, source=source, line=line, text=json.dumps(row))
+                rows.add(RawRow(source, line, json.dumps(row), {"slice": name, **row}), "messages")
     arguments = {"reader": "demo", **limits, "longest": longest}
-    return rows.finish(held_out=held_out, limits=limits, longest=longest, arguments=arguments)
+    return rows.finish(held_out=held_out, limits=limits, arguments=arguments)
 
 
 def _code() -> Iterator[tuple[str, int, dict[str, Any]]]:

@@ -1,227 +1,222 @@
-"""Readers: files of traffic, row by row. A row that cannot be used is set aside with its reason and counted.
+"""Readers: traffic out of files and data sets, row by row. A row that cannot be used is set aside with its reason.
 
-Rows: `{"messages": [{"role", "content"}, …]}`, or `{"turns": […]}` where a turn is a user's text or a list of
-messages; `id` and `slice` are optional. Roles are system, user, assistant and tool; developer is read as
-system.
-* An assistant message only marks where an answer belongs; several in a row mark one place, and their content
-  is not
-  looked at. One before the first user message is a greeting that nobody asked for: it stays as written.
-* Tool results are replayed as written, whatever the target answered before them.
-* A row that offers tools is set aside: this reader cannot show them to the target as a server would.
+`read_files` is the reader behind `traffic=files` and `traffic=jsonl`. Where rows come from is the matter of
+`training.sources`, what they look like of `training.formats`, which messages are allowed of `training.messages`, and
+what is set aside or blacked out although it can be read of `training.cleaning`. Here these are put together, and every
+row is accounted for: rows read = conversations + rows set aside + conversations over the limit.
+
+* A format is chosen for each file by its first rows; a row of another format is set aside.
 * A row without an id gets one from its content, so a second, equal row is a duplicate.
 
-The module does not know the split, tokenizers or models. The demonstration prompts are read in
-`training.demo`.
+The module does not know the split, tokenizers or models. The demonstration prompts are read in `training.demo`.
 """
 
 from __future__ import annotations
 
-import gzip
+import itertools
 import json
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from heads.artifact import UserError
-from training.traffic import Conversation, Message, Reading, Rejected, hash_of, summary
+from training.cleaning import Cleaning, NearDuplicates, redacted
+from training.formats import FORMATS, chat_of, choose_format
+from training.messages import RowError, has_empty_answer, text_of, tools_of, turns_of
+from training.sources import HUB, RawRow, find_files, read_file, read_hub
+from training.traffic import Conversation, Reading, Rejected, hash_of, summary
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+logger = logging.getLogger(__name__)
+
+_BY_CONTENT = "sha256-"  # how ids begin that stand for the content
+_LOOKED_AT = 64  # rows of a file that decide on its format
 
 
-class RowError(ValueError):
-    """A row that cannot be used; the message is the reason it is counted under."""
-
-
-def read_jsonl(
+def read_files(
     path: str | None,
     *,
+    format: str = "auto",  # noqa: A002  (the setting's name)
+    hub_config: str | None = None,
+    hub_split: str = "train",
+    rows: int | None = None,
     held_out: float = 0.1,
     limit: int | None = None,
     slice_field: str = "slice",
     default_slice: str = "traffic",
+    shortest: int | None = None,
+    longest: int | None = None,
+    empty_answers: bool = True,
+    near_duplicates: float | None = None,
+    redact: list[str] | None = None,
+    phone_region: str | None = None,
 ) -> Reading:
-    """Read conversations from a JSONL file (also .gz); the module's docstring says what a row may look like.
+    """Read conversations from a file, a folder, a glob, or a data set on the Hub.
 
-    limit: how many conversations to keep per slice, chosen by a hash of their ids. slice_field: the row's
-    field that names its slice; rows without it go to `default_slice`. Raises UserError when no row can be
-    used.
+    path: also hf://datasets/<name>, read with hub_config and hub_split as it streams. format: one of
+    `training.formats`, or auto. rows: how many to read at most. limit: how many conversations to keep per slice, chosen
+    by a hash of their ids. slice_field: the row's field that names its slice; rows without it go to `default_slice`.
+    The others are those of `training.cleaning.Cleaning`. Raises UserError when no row can be used.
     """
     if path is None:
-        raise UserError("traffic=jsonl needs a file: set traffic.path=<file>.jsonl.")
-    if not Path(path).is_file():
-        found = "is a folder" if Path(path).is_dir() else "does not exist"
-        raise UserError(f"The traffic file {path} {found}; set traffic.path= to a JSONL file.")
-    read = Rows(slice_field=slice_field, default_slice=default_slice)
-    read.add_file(Path(path))
+        raise UserError("traffic.path is not set; give a file, a folder, a glob or hf://datasets/<name>.")
+    if format not in ("auto", *FORMATS):
+        raise UserError(f"traffic.format={format} is unknown; choose auto or one of {', '.join(FORMATS)}.")
+    if rows is not None and rows < 1:
+        raise UserError(f"traffic.rows={rows} is not possible; give at least 1, or null for all.")
+    cleaning = Cleaning(
+        shortest=shortest,
+        longest=longest,
+        empty_answers=empty_answers,
+        near_duplicates=near_duplicates,
+        redact=redact or [],
+        phone_region=phone_region,
+    )
+    read = Rows(slice_field=slice_field, default_slice=default_slice, cleaning=cleaning)
+    for name, source in _sources(path, format, hub_config, hub_split):
+        left = None if rows is None else rows - read.count
+        if left == 0:
+            break
+        read.add_source(name, itertools.islice(source, left), format)
     arguments = {
-        "path": str(path),
-        "limit": limit,
-        "slice_field": slice_field,
-        "default_slice": default_slice,
+        "reader": "files",
+        **{"path": path, "format": format, "formats": dict(read.formats), "rows": rows, "limit": limit},
+        **({"hub_config": hub_config, "hub_split": hub_split} if path.startswith(HUB) else {}),
+        **{"slice_field": slice_field, "default_slice": default_slice, **asdict(cleaning)},
     }
-    return read.finish(held_out=held_out, limits=limit, arguments={"reader": "jsonl", **arguments})
+    return read.finish(held_out=held_out, limits=limit, arguments=arguments)
+
+
+def _sources(path: str, form: str, config: str | None, split: str) -> Iterator[tuple[str, Iterator[RawRow]]]:
+    """Every file or data set by its name, with its rows."""
+    if path.startswith(HUB):
+        yield path, read_hub(path, config=config, split=split)
+        return
+    for file in find_files(path, text=form == "prompts"):
+        yield str(file), read_file(file)
 
 
 class Rows:
     """Takes rows in, one by one, and sorts them into conversations and rejected rows."""
 
-    def __init__(self, *, slice_field: str = "slice", default_slice: str = "traffic") -> None:
-        self._slice_field, self._default_slice = slice_field, default_slice
+    def __init__(
+        self, *, slice_field: str = "slice", default_slice: str = "traffic", cleaning: Cleaning | None = None
+    ) -> None:
+        self._slice_field, self._default_slice, self._cleaning = slice_field, default_slice, cleaning or Cleaning()
+        threshold = self._cleaning.near_duplicates
+        self._near = None if threshold is None else NearDuplicates(threshold)
+        self._redact = self._cleaning.redactor()
         self._kept: dict[str, Conversation] = {}
         self._rejected: list[Rejected] = []
         self._sources: list[str] = []
+        self.formats: Counter[str] = Counter()
+        self.count = 0
 
-    def add_file(self, path: Path) -> None:
-        """Every row of a JSONL file; blank lines are not rows."""
-        self._sources.append(str(path))
-        for number, line in _lines(path):
-            if line is None:
-                self._rejected.append(Rejected(str(path), number, "the compressed file is damaged from here on", ""))
-            elif line.strip():
-                self._add_line(str(path), number, line)
+    def add_source(self, name: str, rows: Iterator[RawRow], form: str = "auto") -> None:
+        """All rows of a file or data set, in the given format or in the one that most of the first have."""
+        self._sources.append(name)
+        first = list(itertools.islice(rows, _LOOKED_AT))
+        if not first:
+            return
+        chosen = choose_format(row.value for row in first) if form == "auto" else form
+        self.formats[chosen] += 1
+        logger.info("%s is read as %s (traffic.format=%s)", name, chosen, form)
+        for row in itertools.chain(first, rows):
+            if row.warning is not None:
+                logger.warning("%s", row.warning)
+            self.add(row, chosen)
 
-    def add(self, row: Any, *, source: str, line: int, text: str) -> None:
-        """One decoded row; `text` is what the quarantine shows of it."""
+    def add(self, row: RawRow, form: str) -> None:
+        """One row: a conversation more, or a rejected row more."""
+        self.count += 1
+        of = None
         try:
-            conversation = parse_row(row, slice_field=self._slice_field, default_slice=self._default_slice)
+            conversation = self._conversation(row, form)
             if conversation.id in self._kept:
-                raise RowError("duplicate of an earlier row" if row.get("id") is None else "duplicate id")
+                raise RowError(
+                    "duplicate of an earlier row" if conversation.id.startswith(_BY_CONTENT) else "duplicate id"
+                )
+            if problem := self._cleaning.length_problem(conversation):
+                raise RowError(problem)
+            if self._near is not None and (found := self._near.earlier(conversation)) is not None:
+                of = f"{found[0]} ({found[1]:.3f})"
+                raise RowError("near duplicate of an earlier row")
         except RowError as error:
-            self._rejected.append(Rejected(source, line, str(error), text))
+            text = row.text if self._redact is None else self._redact(row.text)
+            self._rejected.append(Rejected(row.source, row.line, str(error), text, of))
         else:
             self._kept[conversation.id] = conversation
 
-    def _add_line(self, source: str, number: int, line: bytes) -> None:
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8", errors="replace").rstrip("\r\n")
-        try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError:
-            self._rejected.append(Rejected(source, number, "not UTF-8 text", text))
-        except RecursionError:
-            self._rejected.append(Rejected(source, number, "nested too deeply", text))
-        except ValueError:  # json.JSONDecodeError, and a number with more digits than Python converts
-            reason = "not JSON" if line.endswith(b"\n") else "not JSON (cut off in the last line)"
-            self._rejected.append(Rejected(source, number, reason, text))
-        else:
-            self.add(row, source=source, line=number, text=text)
+    def _conversation(self, row: RawRow, form: str) -> Conversation:
+        if row.problem is not None:
+            raise RowError(row.problem)
+        return parse_row(
+            row.value,
+            form=form,
+            slice_field=self._slice_field,
+            default_slice=self._default_slice,
+            empty_answers=self._cleaning.empty_answers,
+            redact=self._redact,
+        )
 
     def finish(
         self,
         *,
         held_out: float,
         limits: int | Mapping[str, int | None] | None = None,
-        longest: int | None = None,
         arguments: dict[str, Any],
     ) -> Reading:
-        """The reading, with at most `limits` conversations per slice, none of more than `longest` characters.
+        """The reading, with at most `limits` conversations per slice.
 
         Raises UserError when there is no usable row at all.
         """
         if not 0 <= held_out < 1:
             raise UserError(f"traffic.held_out={held_out} is not a share; choose 0 ≤ held_out < 1.")
-        where = " and ".join(self._sources) or "the traffic"
+        where = " and ".join([*self._sources[:3], *(["others"] if len(self._sources) > 3 else [])]) or "the traffic"
         if not self._kept and not self._rejected:
             raise UserError(f"{where} is empty; give a file with one conversation per line.")
         if not self._kept:
-            raise UserError(f"None of the rows of {where} can be used ({summary(self._rejected)}); mend the file.")
-        short = [item for item in self._kept.values() if longest is None or item.characters() <= longest]
-        chosen = _choose(short, limits)
+            raise UserError(
+                f"None of the rows of {where} can be used ({summary(self._rejected)}); mend them, or "
+                f"name their format with traffic.format=."
+            )
+        chosen = _choose(self._kept.values(), limits)
         return Reading(tuple(chosen), tuple(self._rejected), len(self._kept) - len(chosen), held_out, arguments)
 
 
-def parse_row(row: Any, *, slice_field: str = "slice", default_slice: str = "traffic") -> Conversation:
-    """One row as a conversation; raises RowError with the reason when it is malformed."""
-    if not isinstance(row, dict):
-        raise RowError("not an object")
-    if row.get("tools") or row.get("functions"):
-        raise RowError("offers tools, which this reader cannot render")
-    if "messages" in row:
-        turns = _turns_of(row["messages"])
-    elif "turns" in row:
-        turns = _turns_of(_flatten(row["turns"]))
-    else:
-        raise RowError("no messages")
-    if not turns or not any(message["role"] == "user" for message in turns[0]):
-        raise RowError("no user message")
-    label = row.get(slice_field, default_slice)
-    name = row.get("id")
+def parse_row(
+    row: Any,
+    *,
+    form: str | None = None,
+    slice_field: str = "slice",
+    default_slice: str = "traffic",
+    empty_answers: bool = True,
+    redact: Callable[[str], str] | None = None,
+) -> Conversation:
+    """One row as a conversation; raises RowError with the reason when it is malformed.
+
+    form: one of `training.formats`, by the row itself where it is None. empty_answers: whether a logged answer may be
+    empty. redact: what blacks out a text, before the row gets an id from its content.
+    """
+    messages, offered = chat_of(row, form or choose_format([row]))
+    turns, tools = turns_of(messages), tools_of(offered)
+    if not empty_answers and has_empty_answer(messages):
+        raise RowError("an answer is empty")
+    if redact is not None:
+        turns = redacted(turns, redact)
+    fields = row if isinstance(row, dict) else {}
+    label, name = fields.get(slice_field), fields.get("id", fields.get("custom_id"))
     if name is None:
-        name = "sha256-" + hash_of("id", json.dumps(turns))[:24]
+        name = _BY_CONTENT + hash_of("id", json.dumps([turns, tools] if tools else turns))[:24]
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
     if not isinstance(name, str) or not name:
         raise RowError("id is neither text nor a whole number")
+    label = default_slice if label is None else label
     if not isinstance(label, str) or not label:
         raise RowError("slice is not text")
-    return Conversation(_text(name), _text(label), tuple(tuple(turn) for turn in turns))
-
-
-def _flatten(turns: Any) -> list[Any]:
-    """A list of turns as messages, with an assistant's place after each."""
-    if not isinstance(turns, list):
-        raise RowError("turns is not a list")
-    messages: list[Any] = []
-    for turn in turns:
-        messages += turn if isinstance(turn, list) else [{"role": "user", "content": turn}]
-        messages.append({"role": "assistant"})
-    return messages
-
-
-def _turns_of(messages: Any) -> list[list[Message]]:
-    """Cut a list of messages at the places where the assistant answers."""
-    if not isinstance(messages, list):
-        raise RowError("messages is not a list")
-    turns: list[list[Message]] = []
-    current: list[Message] = []
-    for message in messages:
-        if not isinstance(message, dict):
-            raise RowError("a message is not an object")
-        role = message.get("role")
-        if not isinstance(role, str) or role not in _ROLES:
-            raise RowError("unknown role")
-        role = _ROLES[role]
-        if role != "assistant":
-            current.append({"role": role, "content": _content(message, may_be_empty=role != "user")})
-        elif _is_asked(current):
-            turns.append(current)
-            current = []
-        elif not turns:
-            current.append({"role": role, "content": _content(message, may_be_empty=False)})
-    return [*turns, current] if _is_asked(current) else turns
-
-
-def _is_asked(messages: Iterable[Message]) -> bool:
-    return any(message["role"] in ("user", "tool") for message in messages)
-
-
-def _content(message: Mapping[str, Any], *, may_be_empty: bool) -> str:
-    content = message.get("content")
-    if not isinstance(content, str):
-        raise RowError("content is not text")
-    if not may_be_empty and not content.strip():
-        raise RowError("content is empty")
-    return _text(content)
-
-
-def _text(value: str) -> str:
-    """The text itself, if it can be written at all (JSON may smuggle in half of a surrogate pair)."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise RowError("text is not valid Unicode") from error
-    return value
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines of a file, packed or not; None in place of what a damaged archive does not give."""
-    number = 0
-    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-        try:
-            for number, line in enumerate(file, start=1):
-                yield number, line
-        except (EOFError, zlib.error, gzip.BadGzipFile):
-            yield number + 1, None
+    return Conversation(text_of(name), text_of(label), tuple(tuple(turn) for turn in turns), tools)
 
 
 def _choose(conversations: Iterable[Conversation], limits: int | Mapping[str, int | None] | None) -> list[Conversation]:

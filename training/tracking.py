@@ -13,6 +13,7 @@ import netrc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 from urllib.parse import urlsplit
@@ -26,6 +27,15 @@ METRICS = "metrics.jsonl"
 _WANDB_SECONDS = 30.0  # how long W&B may take to begin; ten times that to finish sending
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is shown of an evaluation: a few numbers, a table (rows with the same keys), a page of HTML."""
+
+    numbers: Mapping[str, float]
+    rows: Sequence[Mapping[str, Any]]
+    page: str
 
 
 class Tracker(Protocol):
@@ -45,6 +55,9 @@ class Tracker(Protocol):
 
     def close(self, *, finished: bool) -> None: ...
 
+    def publish(self, evaluation: Evaluation, *, run_id: str | None, config: Mapping[str, Any]) -> None:
+        """Add an evaluation to the run that was called `run_id`, outside open and close. None: a run of its own."""
+
 
 class NullTracker:
     """Takes nothing: for processes other than the main one."""
@@ -61,6 +74,9 @@ class NullTracker:
         pass
 
     def close(self, *, finished: bool) -> None:
+        pass
+
+    def publish(self, evaluation: Evaluation, *, run_id: str | None, config: Mapping[str, Any]) -> None:
         pass
 
 
@@ -101,6 +117,9 @@ class JsonlTracker:
             self._file.close()
             self._file = None
 
+    def publish(self, evaluation: Evaluation, *, run_id: str | None, config: Mapping[str, Any]) -> None:
+        """Nothing: the report lies beside it already."""
+
 
 def _bytes_up_to(path: Path, step: int) -> int:
     """Length of the file's beginning that holds whole lines of steps up to `step`."""
@@ -138,6 +157,7 @@ class WandbTracker:
     ) -> None:
         self.folder = Path(folder)
         self.twin = JsonlTracker(folder)
+        self._kept = self.twin.path  # where the numbers are in any case
         self.options: dict[str, Any] = {
             "project": project,
             "name": name,
@@ -152,6 +172,9 @@ class WandbTracker:
 
     def open(self, *, step: int, run_id: str | None, config: Mapping[str, Any]) -> None:
         self.twin.open(step=step, run_id=run_id, config=config)
+        self._start(run_id, config)
+
+    def _start(self, run_id: str | None, config: Mapping[str, Any]) -> None:
         mode = self.mode or os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
         if mode == "online" and self._begin("online", run_id, config):
             return
@@ -204,12 +227,27 @@ class WandbTracker:
             self._try(lambda: self._run.finish(exit_code=0 if finished else 1), "could not finish")
             self._run = None
 
+    def publish(self, evaluation: Evaluation, *, run_id: str | None, config: Mapping[str, Any]) -> None:
+        self._kept = self.folder
+        self._start(run_id, config)
+        if self._run is not None and self._try(lambda: self._send(evaluation), "failed"):
+            self._try(lambda: self._run.finish(exit_code=0), "could not finish")
+            self._run = None
+
+    def _send(self, evaluation: Evaluation) -> None:
+        import wandb
+
+        rows = evaluation.rows
+        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({"report/results": table, "report/page": wandb.Html(evaluation.page, inject=False)})
+        self._run.summary.update({f"report/{name}": value for name, value in evaluation.numbers.items()})
+
     def _try(self, action: Callable[[], object], what: str) -> bool:
         """Do something with W&B; a failure is warned about and drops the run."""
         try:
             action()
         except Exception as error:  # noqa: BLE001 - whatever an optional service raises must not stop a run
-            logger.warning("W&B %s (%s: %s); the numbers are in %s.", what, type(error).__name__, error, self.twin.path)
+            logger.warning("W&B %s (%s: %s); the numbers are in %s.", what, type(error).__name__, error, self._kept)
             self._run = None
             return False
         return True

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,27 +22,31 @@ from typing import Any
 
 from heads.artifact import MANIFEST, UserError, read_manifest, sha256_file, write_atomic, write_manifest
 
-logger = logging.getLogger(__name__)
-
-Message = dict[str, str]
+Message = dict[str, Any]
 _TRAIN, _HELD_OUT, _QUARANTINE = "train.jsonl", "held_out.jsonl", "quarantine.jsonl"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation: turns[w] are the messages that come before the assistant's answer number w."""
+    """One conversation: turns[w] are the messages that come before the assistant's answer number w; tools are the JSON
+    schemas of what the assistant may call. A turn that brings the results of logged calls begins with the logged
+    answer that called."""
 
     id: str
     slice: str
     turns: tuple[tuple[Message, ...], ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
     def messages(self, answers: Sequence[str] = ()) -> list[Message]:
-        """The prompt of the next answer, given all answers so far."""
+        """The prompt of the next answer, given all answers so far; where a turn brings a logged answer of its own, that
+        stands there instead."""
         assert len(answers) < len(self.turns), f"{self.id} has only {len(self.turns)} turns"
-        prompt: list[Message] = []
-        for turn, answer in zip(self.turns, answers, strict=False):
-            prompt += [*turn, {"role": "assistant", "content": answer}]
-        return [*prompt, *self.turns[len(answers)]]
+        prompt = list(self.turns[0])
+        for answer, turn in zip(answers, self.turns[1:], strict=False):
+            if not any("tool_calls" in message for message in turn):
+                prompt.append({"role": "assistant", "content": answer})
+            prompt += turn
+        return prompt
 
     def first_text(self) -> str:
         """What the user said first, with white space made uniform: the text that the split hashes."""
@@ -57,22 +60,29 @@ class Conversation:
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> Conversation:
         """What `to_row` wrote."""
-        return Conversation(row["id"], row["slice"], tuple(tuple(turn) for turn in row["turns"]))
+        turns = tuple(tuple(turn) for turn in row["turns"])
+        return Conversation(row["id"], row["slice"], turns, tuple(row.get("tools", ())))
 
     def to_row(self) -> dict[str, Any]:
         """The row that `train.jsonl` and `held_out.jsonl` hold; the JSONL reader takes it too."""
-        return {"id": self.id, "slice": self.slice, "turns": [list(turn) for turn in self.turns]}
+        row = {"id": self.id, "slice": self.slice, "turns": [list(turn) for turn in self.turns]}
+        return row | ({"tools": list(self.tools)} if self.tools else {})
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A row set aside: the file and line it came from (line 1 is the first), why, and its text as it stood
-    there."""
+    """A row set aside: the file it came from, the number of its line there (of the row, where rows are not lines; the
+    first is 1), why, its text as it stood there, and for a near duplicate of which conversation it is one."""
 
     source: str
     line: int
     reason: str
     row: str
+    of: str | None = None
+
+    def to_row(self) -> dict[str, Any]:
+        """The row that `quarantine.jsonl` holds."""
+        return {key: value for key, value in self.__dict__.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -148,16 +158,13 @@ def write_traffic(folder: str | Path, reading: Reading, *, config: Mapping[str, 
     print_of = {"train": fingerprint(train), "held_out": fingerprint(held)}
     if (folder / MANIFEST).is_file() and read_manifest(folder, "traffic")["fingerprints"] != print_of:
         raise UserError(f"{folder} holds other traffic than asked for now; choose another name= or delete {folder}.")
-    rejected = [item.__dict__ for item in reading.rejected]
+    rejected = [item.to_row() for item in reading.rejected]
     for name, rows in (
         (_TRAIN, map(Conversation.to_row, train)),
         (_HELD_OUT, map(Conversation.to_row, held)),
         (_QUARANTINE, rejected),
     ):
         write_atomic(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    reasons = Counter(item.reason for item in reading.rejected)
-    if reasons:
-        logger.warning("%d rows set aside in %s (%s)", len(rejected), folder / _QUARANTINE, summary(reading.rejected))
     counts = {
         "kept": len(reading.conversations),
         "quarantined": len(rejected),
@@ -165,7 +172,7 @@ def write_traffic(folder: str | Path, reading: Reading, *, config: Mapping[str, 
     }
     body = {
         "rows": {"read": sum(counts.values()), **counts},
-        "quarantined": dict(reasons.most_common()),
+        "quarantined": dict(Counter(item.reason for item in reading.rejected).most_common()),
         "conversations": {"train": _per_slice(train), "held_out": _per_slice(held)},
         "held_out": reading.held_out,
         "fingerprints": print_of,

@@ -1,0 +1,299 @@
+"""The doctor on answers: a few of them, the draft vocabulary they ask for, and what collecting and training will cost.
+
+What is measured is measured on this target here; the formula is that of `training.estimate`. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from heads.artifact import UserError
+from heads.target import FrozenTarget
+from heads.vocab import DraftVocabulary
+from training.chat import ChatEncoder, MaskError
+from training.diagnosis import DoctorSettings, Finding, Sample, Section
+from training.doctor import Prompts
+from training.estimate import HeadSizes, Machine, TargetSizes, Workload, estimate, forward_rate
+from training.regenerate import Answer, Generation, answer_batch
+from training.settings import TrainSettings
+from training.store import FeatureStore, check_disk
+from training.traffic import Conversation
+
+_BATCH = 8  # prompts that are answered together, or more where more are shown
+_SIZES = (4096, 8192, 16384, 32768)
+_ENOUGH = 0.98  # share of the tokens that a draft vocabulary should cover
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What the target wrote for a few prompts: token ids of whole documents, and how fast it was."""
+
+    answers: tuple[Answer, ...]
+    seconds: float
+
+    @property
+    def generated(self) -> int:
+        """Tokens written."""
+        return sum(len(answer.ids_T) - answer.answer_start for answer in self.answers)
+
+    @property
+    def supervised(self) -> float:
+        """Share of all positions that was written."""
+        return self.generated / max(1, sum(len(answer.ids_T) for answer in self.answers))
+
+
+def look_at_answers(
+    target: FrozenTarget,
+    prompts: Prompts,
+    encoder: ChatEncoder | None,
+    generation: Generation,
+    settings: DoctorSettings,
+    store: FeatureStore | None,
+) -> tuple[Section, Answered]:
+    """A few first turns, answered and shown; the mask comes from the generation, as it does when collecting."""
+    first = [prompt for prompt in prompts.fitting if prompt[1] == 0]
+    count = min(len(first), max(settings.show, _BATCH))
+    chosen = [first[index * len(first) // count] for index in range(count)]
+    few = replace(generation, max_new_tokens=min(settings.answer_tokens, generation.max_new_tokens))
+    began = time.perf_counter()
+    answers = answer_batch(target, [ids for *_, ids in chosen], taps=(), generation=few, seed=generation.seed)
+    answered = Answered(tuple(answers), time.perf_counter() - began)
+    ended = [answer.finish_reason == "stop" for answer in answers]
+    samples = [
+        Sample(f"{conversation.id[:40]} ({conversation.slice})", _pieces(target, answer))
+        for (conversation, *_), answer in zip(chosen[: settings.show], answers, strict=False)
+    ]
+    rows = [
+        (
+            "sample",
+            f"{len(answers)} answers of up to {few.max_new_tokens} tokens, {sum(ended)} of them ended themselves",
+        ),
+        ("supervised", f"{answered.supervised:.0%} of the positions: the answer and the token that ends it"),
+    ]
+    found: list[Finding] = []
+    if encoder is not None:
+        same = [
+            _as_rendered(target, encoder, conversation, answer)
+            for (conversation, *_), answer in zip(chosen, answers, strict=True)
+        ]
+        rows.append(("template", f"renders {sum(same)} of these {len(same)} answers as the tokens the target wrote"))
+    if all(len(answer.ids_T) - answer.answer_start <= done for answer, done in zip(answers, ended, strict=True)):
+        found.append(
+            Finding(
+                True,
+                f"Nothing is supervised but end tokens: the target {target.path} ends every answer at "
+                f"once; check target.template= and the model behind target.path=.",
+            )
+        )
+    if store is not None:
+        rows.append(("features", _of_store(store, generation, found)))
+    return Section("answers", tuple(rows), samples=tuple(samples), findings=tuple(found)), answered
+
+
+def _of_store(store: FeatureStore, generation: Generation, found: list[Finding]) -> str:
+    counts = store.token_counts()
+    written, asked = int(counts.supervised_V.sum()), int(counts.prompt_V.sum())
+    cut = sum(ref.finish_reason == "length" for ref in store.documents) / len(store.documents)
+    if not written:
+        found.append(Finding(True, f"Nothing is supervised in {store.folder}; delete it and collect again."))
+    if cut > 0.2:
+        found.append(
+            Finding(
+                False,
+                f"{cut:.0%} of the collected answers were cut off; where they are served longer, set "
+                f"generation.max_new_tokens={2 * generation.max_new_tokens}.",
+            )
+        )
+    share = written / max(1, written + asked)
+    return f"{len(store.documents):,} collected answers, {share:.0%} supervised, {cut:.0%} cut off"
+
+
+def _as_rendered(target: FrozenTarget, encoder: ChatEncoder, conversation: Conversation, answer: Answer) -> bool:
+    """Whether the template, given the answer as text, gives the tokens that the target wrote."""
+    text = target.tokenizer.decode(answer.ids_T[answer.answer_start :], skip_special_tokens=True)
+    logged = {"role": "assistant", "content": text, "finish_reason": answer.finish_reason}
+    messages = [*conversation.messages(), logged]
+    try:
+        return list(encoder.turns(messages, tools=conversation.tools)[-1].ids) == answer.ids_T.tolist()
+    except MaskError:
+        return False
+
+
+def _pieces(target: FrozenTarget, answer: Answer) -> tuple[tuple[str, bool], ...]:
+    ids, start = answer.ids_T.tolist(), answer.answer_start
+    return (target.tokenizer.decode(ids[:start]), False), (target.tokenizer.decode(ids[start:]), True)
+
+
+@dataclass(frozen=True)
+class TokenUse:
+    """How often each token was seen where a draft vocabulary is chosen [V] and where it is measured [V], and what was
+    counted: in words, and whether these were answers."""
+
+    chosen_V: Tensor
+    measured_V: Tensor
+    source: str
+    answers: bool
+
+    @classmethod
+    def of(cls, target: FrozenTarget, prompts: Prompts, held_out: set[str], store: FeatureStore | None) -> TokenUse:
+        """Of the collected answers; where there are none, of the prompts, measured on the held-out ones."""
+        if store is not None:
+            counts = store.token_counts().supervised_V
+            return cls(counts, counts, "tokens of the collected answers", True)
+        sides = [torch.zeros(target.vocab_size, dtype=torch.long) for _ in range(2)]
+        for conversation, _, ids in prompts.fitting:
+            sides[conversation.id in held_out].add_(torch.bincount(torch.tensor(ids), minlength=target.vocab_size))
+        return cls(*sides, "tokens of the held-out prompts, chosen on the others; a guess until collected", False)
+
+    def coverage(self, size: int, special_ids: Sequence[int]) -> float:
+        """Share of the measured tokens in the vocabulary of that size."""
+        return DraftVocabulary.choose(self.chosen_V, size, special_ids).coverage(self.measured_V)
+
+
+def look_at_vocabulary(target: FrozenTarget, use: TokenUse, wanted: int | None) -> Section:
+    """Coverage of draft vocabularies; wanted: the size that the head is to have, None for the whole."""
+    sizes = sorted({size for size in (*_SIZES, wanted) if size is not None and size < target.vocab_size})
+    covered = {size: use.coverage(size, target.eos_token_ids) for size in sizes} | {target.vocab_size: 1.0}
+    distinct = int((use.chosen_V > 0).sum())
+    table = (
+        ("draft vocabulary", "covers"),
+        *(
+            (f"{size:,}" + (" (head.draft_vocab_size)" if size == wanted else ""), f"{share:.1%}")
+            for size, share in covered.items()
+        ),
+    )
+    rows = (("counted", use.source), ("distinct", f"{distinct:,} of {target.vocab_size:,} tokens occur"))
+    found: list[Finding] = []
+    if wanted is not None and wanted > target.vocab_size:
+        found.append(
+            Finding(
+                True,
+                f"head.draft_vocab_size={wanted} is beyond the {target.vocab_size} tokens of the "
+                f"target; set head.draft_vocab_size=null or a number below.",
+            )
+        )
+    elif wanted is not None and use.answers and covered[wanted] < _ENOUGH:
+        better = next(size for size, share in covered.items() if share >= _ENOUGH)
+        value = "null" if better == target.vocab_size else str(better)
+        found.append(
+            Finding(
+                False,
+                f"head.draft_vocab_size={wanted} covers {covered[wanted]:.1%} of the tokens, and the "
+                f"others can never be accepted; set head.draft_vocab_size={value}.",
+            )
+        )
+    return Section("vocabulary", rows, table=table, findings=tuple(found))
+
+
+def workload(
+    prompts: Prompts, generation: Generation, training: TrainSettings, store: FeatureStore | None, conversations: int
+) -> tuple[Workload, str]:
+    """What so many conversations like those looked at come to, and what that was taken from, in words."""
+    answer, how = float(generation.max_new_tokens), f"answers at their longest, {generation.max_new_tokens} tokens"
+    if store is not None:
+        written = int(store.token_counts().supervised_V.sum())
+        answer = written / len(store.documents)
+        how = f"answers of {answer:.0f} tokens, as collected"
+    asked = sum(min(len(ids) + turn * answer, generation.max_prompt_tokens) for _, turn, ids in prompts.fitting)
+    factor = conversations / max(1, prompts.conversations)
+    work = Workload(
+        prompt_tokens=round(asked * factor),
+        answer_tokens=round(len(prompts.fitting) * answer * factor),
+        epochs=training.epochs,
+        batch_positions=generation.batch_size * (generation.max_prompt_tokens + generation.max_new_tokens),
+        step_positions=-(-training.global_batch_tokens // training.accumulation),
+    )
+    return work, f"{conversations:,} conversations, {how}"
+
+
+def look_at_cost(
+    target: FrozenTarget,
+    work: Workload,
+    how: str,
+    answered: Answered,
+    heads: Mapping[str, HeadSizes | None],
+    settings: DoctorSettings,
+    *,
+    features: Path | None,
+    chosen: HeadSizes,
+) -> Section:
+    """Disk, memory, time and GPUs for each kind of head (None: not for this target).
+
+    how: what the work was taken from, in words; features: where the chosen head's states will lie, None where
+    that is not to be checked."""
+    sizes, rate = TargetSizes.of(target), forward_rate(target)
+    here = Machine(flops=2 * sizes.body * rate, generated=answered.seconds / answered.generated * rate)
+    gpu = Machine(flops=settings.gpu_tflops * 1e12, generated=settings.gpu_generation, memory=settings.gpu_memory * 1e9)
+    table = [("head", "disk", "memory", "collect here", "train here", "GPUs", "GPU time")]
+    for name, head in heads.items():
+        if head is None:
+            table.append((name, "not for this target", *[""] * 5))
+            continue
+        local, planned = (estimate(sizes, head, work, machine) for machine in (here, gpu))
+        table.append(
+            (
+                name,
+                size_of(local.disk),
+                size_of(local.memory),
+                time_of(local.collect_seconds),
+                time_of(local.train_seconds),
+                str(planned.gpus),
+                time_of(planned.collect_seconds + planned.train_seconds),
+            )
+        )
+    rows = (
+        (
+            "work",
+            f"{work.prompt_tokens:,} tokens to read, {work.answer_tokens:,} to write ({how}), {work.epochs} epochs",
+        ),
+        (
+            "here",
+            f"{rate:,.0f} positions/s forward ({here.flops / 1e9:,.1f} GFLOP/s); a written token costs "
+            f"{here.generated:.1f} read ones with {len(answered.answers)} prompts at once",
+        ),
+        (
+            "GPU",
+            f"{settings.gpu_memory:g} GB, {settings.gpu_tflops:g} TFLOP/s, a written token costs "
+            f"{settings.gpu_generation:g} read ones: assumed, see doctor.gpu_…",
+        ),
+        ("disk", "positions · ((taps + last) · width · bytes + 9)"),
+        ("collect", "2 · parameters · (read + cost · written) / FLOP/s"),
+        (
+            "train",
+            "epochs · written · (6 · M + (6 or 4) · K · W · D + 2 · W · D) / FLOP/s, M: the head's "
+            "matrices in all K passes, W · D: the projection (training/estimate.py)",
+        ),
+    )
+    found: list[Finding] = []
+    if features is not None:
+        try:
+            check_disk(features, estimate(sizes, chosen, work, here).disk)
+        except UserError as error:
+            found.append(
+                Finding(
+                    True, f"{str(error).removesuffix('.')}: features_dir=, traffic.limit=, generation.max_new_tokens=."
+                )
+            )
+    return Section("cost", rows, table=tuple(table), findings=tuple(found))
+
+
+def size_of(count: float) -> str:
+    """Bytes in a unit that leaves few digits."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}" if count < 100 * scale else f"{count / scale:.0f} {unit}"
+    return f"{count / 1e3:.0f} kB"
+
+
+def time_of(seconds: float) -> str:
+    """A time in a unit that leaves few digits."""
+    for unit, scale in (("days", 86400 * 3), ("h", 3600), ("min", 60)):
+        if seconds >= scale:
+            return f"{seconds / (86400 if unit == 'days' else scale):,.1f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,179 @@
+"""What features and training will take: disk, memory, time and GPUs, by a formula that is stated with its numbers.
+
+With n positions (prompts p, answers a), D the target's width, P its parameters in b bytes each, F sustained FLOP/s:
+    disk      n · ((taps + last) · D · b + 9)                       states, ids, mask and log-sum-exp
+    collect   2 · P · (p + g · a) / F                               g: a generated token in prompt tokens
+    train     epochs · a · (6 · M + (6 or 4) · K · W · D + 2 · W · D) / F
+    memory    collecting: P · b + keys and values of one batch
+              training:   P · b + 16 · trained + positions of a step · (states of K passes)
+M are the matrix elements a start goes through in all K passes of the head, W its vocabulary; 6 where the projection is
+trained, 4 where it is the target's; 16 bytes are an fp32 weight, its gradient and two moments.
+
+It knows neither files nor models, only their sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from heads.base import DraftHead, FeatureNeeds
+from heads.recurrent import SelfFedHead
+from heads.target import FrozenTarget
+
+_USABLE = 0.9  # of a GPU's memory; the rest is the allocator's and the runtime's
+_STATES = 18  # widths D of activations that a decoder block keeps per position and pass, besides 3 of its MLP
+_FIXED = 9  # bytes of ids, mask and log-sum-exp per position
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSizes:
+    """parameters: of the whole model; body: without the embedding; keys: elements a position adds to the cache."""
+
+    parameters: int
+    body: int
+    hidden: int
+    inner: int
+    vocab: int
+    keys: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, target: FrozenTarget) -> TargetSizes:
+        """The sizes of a loaded target."""
+        config = target.config
+        parameters = sum(parameter.numel() for parameter in target.model.parameters())
+        head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+        kv_heads = config.to_dict().get("num_key_value_heads") or config.num_attention_heads
+        return cls(
+            parameters=parameters,
+            body=parameters - target.model.get_input_embeddings().weight.numel(),
+            hidden=target.hidden_size,
+            inner=config.intermediate_size,
+            vocab=target.vocab_size,
+            keys=2 * config.num_hidden_layers * kv_heads * head_dim,
+            itemsize=target.dtype.itemsize,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes:
+    """needs: the states it is trained on; depth: passes K; passed: matrix elements of all passes together, the
+    vocabulary projection left out; trained: parameters; own_projection: whether the projection is among them."""
+
+    name: str
+    needs: FeatureNeeds
+    depth: int
+    passed: int
+    trained: int
+    vocab: int
+    own_projection: bool
+
+    @classmethod
+    def of(cls, name: str, head: DraftHead, hidden: int) -> HeadSizes:
+        """The sizes of a head, which may have been built without memory."""
+        width, depth = len(head.vocab.ids_W), int(head.arguments["depth"])
+        trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        projection = [one for one in trained if one.shape[-2:] == (width, hidden)]
+        matrices = sum(one.numel() for one in trained if one.dim() > 1) - sum(one.numel() for one in projection)
+        return cls(
+            name=name,
+            needs=head.needs,
+            depth=depth,
+            # One block is used in every pass; stacked heads have blocks of each pass's own.
+            passed=matrices * (depth if isinstance(head, SelfFedHead) else 1),
+            trained=sum(one.numel() for one in trained),
+            vocab=width,
+            own_projection=bool(projection),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """How much there is to do: positions of all documents, of one batch of generation, and of one training step."""
+
+    prompt_tokens: int
+    answer_tokens: int
+    epochs: int
+    batch_positions: int
+    step_positions: int
+
+    def times(self, factor: float) -> Workload:
+        """The same for more or fewer conversations."""
+        return Workload(
+            prompt_tokens=round(self.prompt_tokens * factor),
+            answer_tokens=round(self.answer_tokens * factor),
+            epochs=self.epochs,
+            batch_positions=self.batch_positions,
+            step_positions=self.step_positions,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """flops: sustained, per second; generated: what a generated token costs in prompt tokens; memory: bytes of one
+    GPU, None where there is no such limit."""
+
+    flops: float
+    generated: float
+    memory: float | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """disk and memory in bytes, times in seconds on one such machine or GPU; gpus: None without a limit."""
+
+    disk: int
+    collect_memory: int
+    train_memory: int
+    collect_seconds: float
+    train_seconds: float
+    gpus: int | None
+
+    @property
+    def memory(self) -> int:
+        """The larger need."""
+        return max(self.collect_memory, self.train_memory)
+
+
+def estimate(target: TargetSizes, head: HeadSizes, work: Workload, machine: Machine) -> Estimate:
+    """The module's formula."""
+    states = len(head.needs.taps) + head.needs.last
+    disk = (work.prompt_tokens + work.answer_tokens) * (states * target.hidden * target.itemsize + _FIXED)
+    weights = target.parameters * target.itemsize
+    collect_memory = weights + work.batch_positions * target.keys * target.itemsize
+    per_position = (head.depth * (_STATES * target.hidden + 3 * target.inner) + states * target.hidden) * 4
+    train_memory = weights + 16 * head.trained + work.step_positions * per_position
+    collect = 2 * target.body * (work.prompt_tokens + machine.generated * work.answer_tokens) / machine.flops
+    train = work.epochs * work.answer_tokens * train_flops(target, head) / machine.flops
+    gpus = None
+    if machine.memory is not None:
+        least = max(collect_memory, train_memory) / (_USABLE * machine.memory)
+        gpus = 2 ** math.ceil(math.log2(max(1.0, least)))  # a target is divided among a power of two
+    return Estimate(disk, collect_memory, train_memory, collect, train, gpus)
+
+
+def train_flops(target: TargetSizes, head: HeadSizes) -> int:
+    """Floating-point operations of training for each supervised position, forward and backward."""
+    projection = head.vocab * target.hidden
+    return 6 * head.passed + ((6 if head.own_projection else 4) * head.depth + 2) * projection
+
+
+@torch.inference_mode()
+def forward_rate(target: FrozenTarget, *, rows: int = 4, length: int = 128, tries: int = 3) -> float:
+    """Positions per second of a bare forward of this target here, the best of some tries after a warm-up."""
+    from time import perf_counter
+
+    length = min(length, target.max_length)
+    ids = torch.randint(target.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(target.device)
+    seconds = []
+    for _ in range(tries + 1):
+        began = perf_counter()
+        target.logits(target.forward(ids).last_BTD[:, -1])
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+        seconds.append(perf_counter() - began)
+    return rows * length / min(seconds[1:])
