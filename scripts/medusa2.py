@@ -30,7 +30,7 @@ def run(cfg: DictConfig) -> None:
     _check(cfg)
     folder = Path(cfg.run_dir)
     print(f"medusa2   {cfg.head_dir} and its target {cfg.target.path} learn together", flush=True)
-    held_out, head, result = _trained(cfg, folder)
+    head, result, held_out, rounding = _trained(cfg, folder)
     print("          the adapted target against the original, on held-out prompts", flush=True)
     adapted = load_target(OmegaConf.merge(cfg, {"target": {"adapter": str(folder / "adapter")}}))
     numbers: dict[str, Any] = {
@@ -42,7 +42,7 @@ def run(cfg: DictConfig) -> None:
         "tokens_per_second": round(result.tokens_per_second, 1),
         "teacher_forced": result.metrics,
         "parameters": sum(parameter.numel() for parameter in head.parameters()),
-        "drift": drift(adapted, held_out),
+        "drift": drift(adapted, held_out) | {"of_rounding_alone": rounding},
     }
     if not is_saved(folder / "head", numbers):
         saved = save_head(head, folder / "head", target_fingerprint=adapted.fingerprint, extra=numbers)
@@ -50,7 +50,8 @@ def run(cfg: DictConfig) -> None:
     found = numbers["drift"]
     print(
         f"          mean KL {found['mean_kl']:.4f}, the same greedy choice at {found['greedy_agreement']:.1%} of "
-        f"{found['positions']:,} tokens of {found['documents']} answers\n"
+        f"{found['positions']:,} tokens of {found['documents']} answers (rounding alone: {rounding['mean_kl']:.4f}, "
+        f"{rounding['greedy_agreement']:.1%})\n"
         f"{MODIFIED}; from here on: target.adapter={folder / 'adapter'} traffic_dir={cfg.traffic_dir}",
         flush=True,
     )
@@ -79,13 +80,14 @@ def _check(cfg: DictConfig) -> None:
         raise UserError(f"{cfg.head_dir} is of the kind {name}, and only medusa is trained with its target.")
 
 
-def _trained(cfg: DictConfig, folder: Path) -> tuple[list[TargetFeatures], DraftHead, TrainResult]:
-    """What the original answers to held-out prompts, the head, and its training; the adapter is in its folder."""
+def _trained(cfg: DictConfig, folder: Path) -> tuple[DraftHead, TrainResult, list[TargetFeatures], dict[str, Any]]:
+    """The head and its training, what the original answers to held-out prompts, and how far it is from itself when it
+    reads them in one pass; the adapter is in its folder."""
     import torch
 
     from heads.checkpoint import load_head, read_facts
     from scripts.train import check_origin
-    from training.joint import save_adapter
+    from training.joint import drift, save_adapter
     from training.loop import train
     from training.store import FeatureStore
 
@@ -94,6 +96,7 @@ def _trained(cfg: DictConfig, folder: Path) -> tuple[list[TargetFeatures], Draft
     check_origin(cfg, store, target)
     head = load_head(cfg.head_dir, target=target)
     held_out = _answers(cfg, target)
+    rounding = drift(target, held_out)
     torch.manual_seed(cfg.seed)
     made = build(cfg, "medusa2", _partial_=True)
     joint = made(head=head, target=target)
@@ -114,7 +117,7 @@ def _trained(cfg: DictConfig, folder: Path) -> tuple[list[TargetFeatures], Draft
         stream=sys.stderr,
     )
     save_adapter(joint, folder / "adapter", base=cfg.target.path, original=target.fingerprint, config=plain(cfg))
-    return held_out, head, result
+    return head, result, held_out, rounding
 
 
 def _answers(cfg: DictConfig, target: FrozenTarget) -> list[TargetFeatures]:
@@ -122,11 +125,14 @@ def _answers(cfg: DictConfig, target: FrozenTarget) -> list[TargetFeatures]:
     from dataclasses import replace
 
     from eval.suite import spread
+    from heads.artifact import UserError
     from scripts.prompts import held_out_requests
     from training.regenerate import answer_batch, as_features
 
     how = replace(generation_settings(cfg), temperature=0.0, top_p=1.0)
     prompts = [request.prompt for request in spread(held_out_requests(cfg), cfg.medusa2.held_out)]
+    if not prompts:
+        raise UserError(f"{cfg.traffic_dir} holds no held-out prompt that fits; raise generation.max_prompt_tokens.")
     batches = [prompts[begin : begin + how.batch_size] for begin in range(0, len(prompts), how.batch_size)]
     answers = [answer_batch(target, batch, taps=(), generation=how, seed=how.seed) for batch in batches]
     return [as_features(answer) for batch in answers for answer in batch]

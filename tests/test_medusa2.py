@@ -15,7 +15,6 @@ from omegaconf import DictConfig
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eval import law
 from eval.comparison_table import to_markdown
 from eval.decode import DecodeSettings, Request, decode
 from heads.artifact import UserError
@@ -79,7 +78,7 @@ def descend(optimizer: torch.optim.Optimizer, joint: JointTraining, features: Ta
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
@@ -118,6 +117,16 @@ def test_the_loss_is_that_of_the_served_target(base: Path, tmp_path: Path, made)
     away = drift(adapted, [features_of(original, [document], ()) for document in documents()])
     assert away["positions"] == 19 and away["mean_kl"] == pytest.approx(kept / 19, rel=1e-9)
     assert 0 < away["greedy_agreement"] < 1 and away["documents"] == 3
+
+
+def test_the_head_is_told_what_the_adapted_target_says(made) -> None:
+    """Its law over the vocabulary sums to one where the head asks for it; with the original's numbers it does not."""
+    joint, features = made(0.05)
+    states_TD, places = joint.states(features), features.supervised_T.nonzero()[:, 0] - 1
+    logits = joint.weights.logits(states_TD[places])
+    for batch, right in ((joint._as_adapted(features, states_TD), True), (features, False)):
+        sums = (logits - batch.lse_T[places][:, None]).exp().sum(-1)
+        assert torch.allclose(sums, torch.ones_like(sums)) == right
 
 
 def test_the_gradient_is_that_of_the_loss(made) -> None:
@@ -219,8 +228,8 @@ def place(base: Path, tmp_path_factory: pytest.TempPathFactory) -> e2e.Place:
             stage.run(config(place, "name=mine"))
         medusa2.run(config(place, *CHANGING, root="medusa2"))
         for name in ("exact_cases", "typical_cases"):  # about verifiers, not about this head
-            patch.setattr(law, name, lambda: [])
-        patch.setattr(law, "CONTROLS", {})
+            patch.setattr(f"eval.law.{name}", lambda: [])
+        patch.setattr("eval.law.CONTROLS", {})
         served = ("name=changed", "traffic_dir=runs/mine/traffic", "target.adapter=runs/changed/adapter")
         for stage in (evaluate, export):
             stage.run(config(place, *served))
@@ -289,6 +298,7 @@ def test_the_report_measures_against_the_adapted_target(place: e2e.Place) -> Non
     assert proof["identical"] == proof["requests"] > 3
     assert report["verdict"].endswith(f"; {MODIFIED}.")
     found = json.loads((place.cwd / "runs/changed/head/manifest.json").read_text())["drift"]
+    assert found["of_rounding_alone"]["mean_kl"] < 1e-6 and found["of_rounding_alone"]["greedy_agreement"] == 1
     assert (
         found["documents"] == 4
         and found["mean_kl"] > 0.01
@@ -335,6 +345,7 @@ def test_another_factor_is_another_target(place: e2e.Place, tmp_path: Path, targ
         (("target.path=some/model.gguf",), "A GGUF file cannot be adapted"),
         (("target.gguf_file=model.gguf",), "A GGUF file cannot be adapted"),
         (("medusa2.held_out=0",), "give at least 1"),
+        (("generation.max_prompt_tokens=1",), "holds no held-out prompt that fits"),
         (("medusa2.rank=many",), "medusa2.rank='many' is of the wrong type; give a whole number"),
         (("medusa2.modules=[qkv]",), "medusa2.modules names 'qkv'"),
         (("optim.lr_multipliers.adaptor=1",), "There is no setting optim.lr_multipliers.adaptor"),
