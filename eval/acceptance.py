@@ -35,12 +35,18 @@ LOOP_MIN_TAIL = 24
 
 DEFINITIONS: dict[str, str] = {
     "round": "One forward of the target: it judges up to gamma draft tokens and adds one token of its own.",
+    "beta": "Of one examined draft token, the probability of being accepted: sum(min(p, q)) over the vocabulary; "
+    "greedy decoding accepts or does not.",
     "alpha": "Accepted / examined draft tokens, pooled over all rounds (micro). Examined: the target judged "
     "it inside the text, which is every accepted one and the first rejected one of a round.",
     "alpha_macro": "The mean over requests of each request's own alpha: every request weighs the same.",
     "alpha_expected": "Temperature > 0: the mean of sum(min(p, q)) over examined positions, the probability "
     "of acceptance itself; the same quantity as alpha without the noise of the accept draws.",
     "alpha_by_position": "At depth k: accepted / examined, given that all before it were accepted.",
+    "teacher_forced": "Acceptance by depth as training counts it: drafts from every place of a finished text, on true "
+    "tokens, given that all before were right. Its gap is the decoder's alpha_by_position minus it.",
+    "coverage": "The target's probability on tokens the draft can propose: no alpha can be above it. coverage_of_text: "
+    "the share of the text's own tokens, the ceiling for greedy decoding.",
     "survival": "S(k): share of rounds whose first k drafts were all accepted (joint, as vLLM's per-position "
     "rate); a round cut by the end of the text is censored there (product-limit estimator).",
     "tokens_per_round": "Measured: 1 + S(1) + ... + S(gamma), accepted drafts plus the target's own token; "

@@ -157,6 +157,8 @@ def to_markdown(certificate: Certificate, head: Mapping[str, Any], target: Mappi
         f"`{target['tokenizer'][:16]}`, template `{target['template'][:16]}`. Command, commit and versions: "
         f"`manifest.json` beside this page; every number: `certificate.json`.",
     ]
+    if "modified" in target:
+        lines += ["", f"**{target['modified'].capitalize()}.** What is proven is proven of the modified target."]
     if certificate.damage:
         lines += ["", f"A mistake was made on purpose: {DAMAGES[certificate.damage]}."]
     if certificate.complaints:

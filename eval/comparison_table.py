@@ -89,7 +89,13 @@ def to_markdown(comparison: Mapping[str, Any]) -> str:
         lines += ["", "Tokens a round by slice:", "", _line(["draft", *names]), f"|---|{'--:|' * len(names)}"]
         lines += [_line([label(row), *(by_slice(row, name) for name in names)]) for row in rows]
         lines += [""]
-    return "\n".join([*lines, LEGEND]) + "\n"
+    return "\n".join([*lines, *_notes(comparison)]) + "\n"
+
+
+def _notes(comparison: Mapping[str, Any]) -> list[str]:
+    """What stands below the tables."""
+    modified = comparison["target"].get("modified")
+    return [LEGEND] if modified is None else [LEGEND, "", f"{modified.capitalize()}."]
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -132,4 +138,5 @@ def render_table(comparison: Mapping[str, Any]) -> Group:
             name = f"{label(row)}\n  worst: {worst(row)}" if worst(row) and len(row["slices"]) > 1 else label(row)
             table.add_row(name, *(one.replace(" [", "\n").replace(", ", "…").rstrip("]") for one in cells))
         parts += [table, Text()]
-    return Group(*parts, Text(LEGEND, style="dim"), Text(), Text(comparison["verdict"], style="bold"))
+    notes = [Text(note, style="dim") for note in _notes(comparison)]
+    return Group(*parts, *notes, Text(), Text(comparison["verdict"], style="bold"))

@@ -49,8 +49,10 @@ def _formula_finding(row: Row) -> str:
 
 def _load_finding(load: Row) -> str:
     """What the head is expected to do at the load that was asked about."""
-    where = f"At {load['batch']:g} request(s) at once and {load['context']:g} tokens of context"
-    stop = f" From {load['stops_paying']} requests at once on, drafting no longer pays." if load["stops_paying"] else ""
+    many = "one request" if load["batch"] == 1 else f"{load['batch']:g} requests"
+    where = f"With {many} at once and {load['context']:g} tokens of context"
+    later = load["stops_paying"] is not None and load["stops_paying"] > load["batch"]
+    stop = f" From {load['stops_paying']} requests at once on, drafting no longer pays." if later else ""
     if load["gamma"] == 0:
         return f"{where} no draft is expected to pay: decode plainly there.{stop}"
     expected = f"γ = {load['gamma']} is expected to be best, {with_interval(load['speedup'])} times as fast"

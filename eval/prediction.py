@@ -34,11 +34,13 @@ class Measured:
 @dataclass(frozen=True)
 class Compared:
     """A measurement and what was predicted of it; given_acceptance: predicted from the tokens per round of these very
-    requests, so that what remains is the error of the costs."""
+    requests, so that what remains is the error of the costs; speedup_error: of the speed-up over γ 0 at this batch,
+    which a machine that has become slower as a whole does not touch (None: γ 0 was not measured)."""
 
     measured: Measured
     predicted: float
     given_acceptance: float
+    speedup_error: float | None = None
 
     @property
     def error(self) -> float:
@@ -69,6 +71,7 @@ class Comparison:
     choices: tuple[Choice, ...]
     median_error: float
     median_cost_error: float
+    median_speedup_error: float | None
 
     def to_json(self) -> dict[str, Any]:
         rows = [asdict(row) | {"error": row.error, "cost_error": row.cost_error} for row in self.rows]
@@ -120,19 +123,28 @@ def compare_rates(measured: Sequence[Measured], costs: Costs, taus: Yield) -> Co
         tau = taus.by_gamma[one.gamma].value
         assert tau is not None, "requests without a round"
         rows.append(Compared(one, one.batch * tau / round_seconds, one.batch * one.tokens_per_round / round_seconds))
+    plain = {row.measured.batch: row.error for row in rows if row.measured.gamma == 0}
+    rows = [
+        replace(row, speedup_error=(1 + row.error) / (1 + plain[row.measured.batch]) - 1)
+        if row.measured.batch in plain
+        else row
+        for row in rows
+    ]
     choices = []
     for batch in sorted({one.batch for one in measured}):
         here = {one.gamma: one for one in measured if one.batch == batch}
         fastest = max(here.values(), key=lambda one: one.tokens_per_second)
         # Of the γ that were measured, so that the choice can be held against them.
-        within = Yield(taus.by_gamma[: max(here) + 1], taus.source, taus.deepest)
+        within = replace(taus, by_gamma=taus.by_gamma[: max(here) + 1])
         advised = best(costs, within, batch, statistics.mean(one.context for one in here.values())).gamma
         if advised in here:
             share = here[advised].tokens_per_second / fastest.tokens_per_second
             choices.append(Choice(batch, advised, fastest.gamma, share))
+    speedups = [abs(e) for row in rows if row.measured.gamma > 0 and (e := row.speedup_error) is not None]
     return Comparison(
         rows=tuple(rows),
         choices=tuple(choices),
         median_error=statistics.median(abs(row.error) for row in rows),
         median_cost_error=statistics.median(abs(row.cost_error) for row in rows),
+        median_speedup_error=statistics.median(speedups) if speedups else None,
     )

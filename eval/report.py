@@ -91,6 +91,8 @@ def build_report(
         "provenance": dict(provenance),
     }
     report["verdict"] = verdict(report)
+    if "modified" in report["target"]:
+        report["verdict"] = f"{report['verdict'].removesuffix('.')}; {report['target']['modified']}."
     return report
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from eval.acceptance import requests_for_width
 from eval.bootstrap import RESAMPLES, FloatArray
 from eval.cost_table import Costs
 from eval.tally import Estimate, Tally, estimates, numbers, tally, weigh
@@ -20,6 +21,7 @@ from eval.trace import RequestTrace
 from heads.artifact import UserError
 
 TIE = 0.002  # of two draft lengths that differ by less the shorter one: it suffers less when the load grows
+PRECISE = 0.05  # an interval this narrow, either way, decides between draft lengths
 FROM_TRACES = "requests resampled"
 FROM_REPORT = "the report's own intervals, added up over depths"
 
@@ -27,11 +29,12 @@ FROM_REPORT = "the report's own intervals, added up over depths"
 @dataclass(frozen=True)
 class Yield:
     """Tokens per round by γ, from 0 on without a gap. source: where intervals come from; deepest: the longest measured
-    γ; beyond it the last conditional acceptance is taken to go on."""
+    γ; beyond it the last conditional acceptance is taken to go on; requests: how many all rests on."""
 
     by_gamma: tuple[Estimate, ...]
     source: str
     deepest: int
+    requests: int
 
     @staticmethod
     def of_traces(runs: Mapping[int, Sequence[RequestTrace]], max_gamma: int, *, resamples: int = RESAMPLES) -> Yield:
@@ -46,7 +49,7 @@ class Yield:
         found = estimates(
             lambda weights_BR: {"tau": _taus(counts, weights_BR, max_gamma)}, clusters=len(ids[0]), resamples=resamples
         )
-        return Yield(tuple(found["tau"]), FROM_TRACES, max(runs))
+        return Yield(tuple(found["tau"]), FROM_TRACES, max(runs), len(ids[0]))
 
     @staticmethod
     def of_report(rows: Sequence[Mapping[str, Any]], max_gamma: int) -> Yield:
@@ -62,7 +65,7 @@ class Yield:
                 continue
             longer = min((g for g in by_gamma if g > gamma), default=max(by_gamma))
             taus.append(_summed(by_gamma[longer]["survival_interval"], gamma))
-        return Yield(tuple(taus), FROM_REPORT, max(by_gamma))
+        return Yield(tuple(taus), FROM_REPORT, max(by_gamma), rows[0]["requests"])
 
 
 def _taus(counts: Mapping[int, Tally], weights_BR: FloatArray, max_gamma: int) -> FloatArray:
@@ -179,6 +182,10 @@ def advise(
         notes.append(f"acceptance was measured up to γ {taus.deepest}; beyond, its last value is taken to go on")
     if chosen.gamma and chosen.speedup.low is not None and chosen.speedup.low <= 1:
         notes.append("the interval holds 1: these requests cannot tell whether speculation pays here")
+    wanted = PRECISE * (chosen.speedup.value or 0.0)
+    needed = requests_for_width(chosen.speedup, requests=taus.requests, width=2 * wanted) if chosen.gamma else None
+    if needed is not None and needed > taus.requests:
+        notes.append(f"about {needed} held-out requests instead of {taus.requests} would make it ±{PRECISE:.0%}")
     if chosen.gamma == len(rows) - 1:
         notes.append(f"γ {chosen.gamma} is the longest looked at; a longer one may be better still")
     largest = max(batches)

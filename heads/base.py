@@ -270,7 +270,25 @@ class TargetWeights:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
-class DraftHead(nn.Module, ABC):
+class Learner(nn.Module, ABC):
+    """What a training loop trains: its trainable parameters, on what it calls its loss.
+
+    vocab and arguments: the draft vocabulary and the plain values that, with the class, say which learner this is.
+    """
+
+    vocab: DraftVocabulary
+    arguments: dict[str, Any]
+
+    @abstractmethod
+    def loss(self, features: TargetFeatures) -> LossSums:
+        """Loss over one packed batch, as sums and counts."""
+
+    def forward(self, features: TargetFeatures) -> LossSums:
+        """The training loss; `forward` so that distributed wrappers see the call."""
+        return self.loss(features)
+
+
+class DraftHead(Learner):
     """A trainable draft attached to a frozen target.
 
     A subclass takes sizes and taps by keyword and hands the same keywords to `super().__init__`, which keeps them in
@@ -306,10 +324,6 @@ class DraftHead(nn.Module, ABC):
                 f"{setting}={self.longest} or less, or train one with head.depth={depth}."
             )
 
-    def forward(self, features: TargetFeatures) -> LossSums:
-        """The training loss; `forward` so that distributed wrappers see the call."""
-        return self.loss(features)
-
     @classmethod
     def sizes_of(cls, target: FrozenTarget) -> Any:
         """What the constructor is told of a target as `sizes`: those of its layers."""
@@ -320,10 +334,6 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def initialise(self, target: FrozenTarget) -> None:
         """Set the starting weights, from the target's own where they help."""
-
-    @abstractmethod
-    def loss(self, features: TargetFeatures) -> LossSums:
-        """Loss over one packed batch, as sums and counts."""
 
     @abstractmethod
     def start(self, prompts: Sequence[Sequence[int]]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from heads.artifact import UserError, digest
+from heads.artifact import MANIFEST, UserError, digest, read_manifest
 from heads.base import TargetWeights
 from heads.cache import BlockCache
 from heads.packed import group_attention, pack_linears
@@ -307,15 +308,24 @@ def fingerprint_target(
     template: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """What identifies a target: weights (sizes and sampled bytes of all weight files), tokenizer, chat template with
-    what it is given."""
+    what it is given.
+
+    Where an adapter came out of training a head, `modified` says so; every artifact that names its target says it too.
+    """
     files = [Path(folder) / gguf_file] if gguf_file else _weight_files(Path(folder))
-    files += _weight_files(Path(adapter)) if adapter else []
+    modified = {}
+    if adapter is not None:
+        # The configuration holds the factor that the adapter's weights are multiplied by.
+        files += [*_weight_files(Path(adapter)), *Path(adapter).glob("adapter_config.json")]
+        if (Path(adapter) / MANIFEST).is_file():
+            modified = {"modified": read_manifest(adapter, "adapter")["modified"]}
     vocabulary = sorted(tokenizer.get_vocab().items())
     return {
         "name": Path(folder).name if gguf_file is None else gguf_file,
         "weights": digest([[file.name, _sampled_digest(file)] for file in files]),
         "tokenizer": digest(vocabulary),
         "template": digest([tokenizer.chat_template, dict(template)] if template else tokenizer.chat_template),
+        **modified,
     }
 
 
@@ -385,6 +395,8 @@ def quiet_transformers() -> None:
     """Loading bars and advice of transformers belong in a log, not between our own lines."""
     from transformers.utils import logging as transformers_logging
 
+    # PEFT asks transformers by the old name.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("transformers").setLevel(logging.ERROR)

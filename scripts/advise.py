@@ -7,6 +7,7 @@ python -m scripts.advise name=demo gpu=h100 target_size.parameters=7.5e9 draft_s
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from omegaconf import DictConfig
 from scripts.common import script
 from scripts.costs import read_costs, read_report
 from scripts.settings import check_value, plain
+from scripts.twins import write_report
 
 if TYPE_CHECKING:
     from eval.cost_table import Costs
@@ -26,7 +28,7 @@ LOAD = {"batch": int, "context": int, "temperature": float}
 
 
 def run(cfg: DictConfig) -> None:
-    """Print the advice and write advice.json beside the report."""
+    """Print the advice, write advice.json beside the report and show it there."""
     from eval.speedup import advise
     from heads.artifact import UserError, provenance, write_json
 
@@ -54,6 +56,9 @@ def run(cfg: DictConfig) -> None:
     _show(found)
     write_json(path.parent / "advice.json", {**found.to_json(), "provenance": provenance(plain(cfg))})
     print(f"\nThe same as JSON: {path.parent / 'advice.json'}", flush=True)
+    if cfg.gpu is None:  # what was measured belongs into the report, what a GPU would do does not
+        write_report(path.parent, {**read_report(path), "load": json.loads(json.dumps(found.to_json()))})
+        print(f"The report shows it: {path.parent / 'report.html'}", flush=True)
 
 
 def _same_head(report: dict[str, Any], costs_head: str, proposer: str | None) -> None:

@@ -108,14 +108,16 @@ def bench_prediction(cfg: DictConfig) -> None:
 
 
 def _show(found: Comparison) -> None:
-    print("          batch  γ  tokens a round  tokens/s measured  predicted   error  of the costs alone")
+    print("          batch  γ  tokens a round  tokens/s measured  predicted   error  costs alone  speed-up")
     for row in found.rows:
         one = row.measured
         print(
             f"          {one.batch:5d} {one.gamma:2d} {one.tokens_per_round:15.2f} {one.tokens_per_second:18.1f} "
-            f"{row.predicted:10.1f} {row.error:+7.1%} {row.cost_error:+19.1%}"
+            f"{row.predicted:10.1f} {row.error:+7.1%} {row.cost_error:+12.1%} "
+            f"{'–' if row.speedup_error is None else f'{row.speedup_error:+.1%}':>9}"
         )
-    print(f"          median error {found.median_error:.1%}, of the costs alone {found.median_cost_error:.1%}")
+    of_speedup = "" if found.median_speedup_error is None else f", of the speed-up {found.median_speedup_error:.1%}"
+    print(f"          median error {found.median_error:.1%}, costs alone {found.median_cost_error:.1%}{of_speedup}")
     for choice in found.choices:
         verdict = "within 5 %" if choice.share >= 0.95 else "not within 5 %"
         print(

@@ -21,6 +21,7 @@ from scripts.prompts import held_out_requests, tokenizer_of
 from scripts.rivals import build_rivals, rivals_identity
 from scripts.settings import build, plain
 from scripts.teacher import teacher_forced
+from scripts.twins import FILES, write_report
 
 if TYPE_CHECKING:
     from eval.decode import Request
@@ -36,11 +37,9 @@ def run(cfg: DictConfig) -> None:
     from rich.console import Console
 
     from eval.report import build_report
-    from eval.report_markdown import whole_markdown
-    from eval.report_page import render_page
     from eval.report_table import render_table
     from eval.suite import Suite
-    from heads.artifact import provenance, read_manifest, write_atomic, write_json, write_manifest
+    from heads.artifact import provenance, read_manifest, write_manifest
     from scripts.show import Steps
 
     folder, head_dir = Path(cfg.run_dir) / "report", Path(cfg.head_dir)
@@ -77,11 +76,8 @@ def run(cfg: DictConfig) -> None:
         samples=_samples(cfg, runs, requests),
     )
     report["teacher_forced"] = taught
-    write_json(folder / "report.json", report)
-    write_atomic(folder / "report.md", whole_markdown(report))
-    write_atomic(folder / "report.html", render_page(report))
-    files = ["report.json", "report.md", "report.html"]
-    write_manifest(folder, "report", {"files": files, "verdict": report["verdict"]}, plain(cfg))
+    write_report(folder, report)
+    write_manifest(folder, "report", {"files": list(FILES), "verdict": report["verdict"]}, plain(cfg))
     track(cfg, folder, report)
     Console().print(render_table(report))
     print(f"\n{report['verdict']}\nThe report to look at: {folder / 'report.html'}", flush=True)

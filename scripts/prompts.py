@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 
 def held_out_requests(cfg: DictConfig) -> list[Request]:
-    """The first turn of every held-out conversation, as the server would see it; prompts that are too long are
-    counted aloud and left out."""
+    """The first turn of every held-out conversation, as the server would see it; prompts that are too long, or that the
+    chat template refuses, are counted aloud and left out."""
     from training.traffic import load_traffic
 
     held_out = load_traffic(cfg.traffic_dir).held_out
     fitting = first_turns(cfg, held_out)
     if len(fitting) < len(held_out):
         longest = generation_settings(cfg).max_prompt_tokens
-        print(f"          {len(held_out) - len(fitting)} left out: prompts over {longest} tokens", flush=True)
+        why = f"prompts over {longest} tokens, or refused by the chat template"
+        print(f"          {len(held_out) - len(fitting)} left out: {why}", flush=True)
     return fitting
 
 
@@ -59,14 +60,25 @@ def tokenizer_of(cfg: DictConfig) -> Any:
 
 
 def first_turns(cfg: DictConfig, conversations: Sequence[Conversation]) -> list[Request]:
-    """The first turns of conversations as requests, without those that are too long."""
+    """The first turns of conversations as requests, without those that are too long or that the chat template refuses.
+
+    Raises UserError when it refuses them all.
+    """
     from eval.decode import Request
+    from heads.artifact import UserError
     from heads.target import render
 
     tokenizer, template = tokenizer_of(cfg), plain(cfg.target)["template"]
-    requests = [
-        Request(item.id, item.slice, tuple(render(tokenizer, item.messages(), tools=item.tools, template=template)))
-        for item in conversations
-    ]
+    requests: list[Request] = []
+    refusal: UserError | None = None
+    for item in conversations:
+        try:
+            prompt = render(tokenizer, item.messages(), tools=item.tools, template=template)
+        except UserError as error:
+            refusal = error
+        else:
+            requests.append(Request(item.id, item.slice, tuple(prompt)))
+    if refusal is not None and not requests:
+        raise refusal
     longest = generation_settings(cfg).max_prompt_tokens
     return [request for request in requests if len(request.prompt) <= longest]

@@ -58,7 +58,7 @@ def run(cfg: DictConfig) -> bool:
     write_json(folder / "certificate.json", {"head": facts, "target": head["target"], **proof.to_json()})
     write_atomic(folder / "certificate.md", to_markdown(proof, facts, head["target"]))
     body = {"files": ["certificate.json", "certificate.md"], "passed": proof.passed, "verdict": proof.verdict}
-    body["damage"] = cfg.damage
+    body |= {"damage": cfg.damage, "target": head["target"]}
     write_manifest(folder, "certificate", body, plain(cfg))
     for complaint in proof.complaints[:10]:
         _say(complaint)

@@ -27,7 +27,10 @@ _WORDS: dict[Any, str] = {
     Any: "a value",
 }
 _ABOUT_CALLS = ("_target_", "_convert_", "_partial_", "_recursive_")
-_OF_BUILDING = {"head": {"draft_vocab_size": int | None, "from_target": bool}}
+_OF_BUILDING = {
+    "head": {"draft_vocab_size": int | None, "from_target": bool},
+    "medusa2": {"held_out": int},
+}
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:

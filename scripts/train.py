@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def run(cfg: DictConfig) -> None:
     """Train into runs/<name>/head, continuing from its last checkpoint; a finished run is used as it is."""
-    from heads.artifact import UserError, write_manifest
+    from heads.artifact import write_manifest
     from heads.checkpoint import save_head
     from training.loop import open_accelerator, train
     from training.store import FeatureStore
@@ -37,11 +37,7 @@ def run(cfg: DictConfig) -> None:
     say(f"train     {cfg.head._target_.rpartition('.')[2]} on {features}", flush=True)
     store = FeatureStore.open(features)
     target = load_target(cfg)
-    if store.manifest["target"] != target.fingerprint:
-        raise UserError(
-            f"{features} was collected from the target {store.manifest['target']['name']}, not from "
-            f"{cfg.target.path}; collect again under another name=."
-        )
+    check_origin(cfg, store, target)
     donor = donor_of(cfg, target)
     vocab = choose_vocab(cfg, store, target) if donor is None else donor.vocab
     head = build_head(cfg, target, vocab, donor)
@@ -95,6 +91,17 @@ def origin_of(cfg: DictConfig) -> dict[str, str]:
     from heads.checkpoint import read_facts
 
     return {"init_from": str(read_facts(cfg.train.init_from)["sha256"])} if cfg.train.init_from else {}
+
+
+def check_origin(cfg: DictConfig, store: FeatureStore, target: FrozenTarget) -> None:
+    """Raises UserError when the features are those of another target."""
+    from heads.artifact import UserError
+
+    if store.manifest["target"] != target.fingerprint:
+        raise UserError(
+            f"{store.folder} was collected from the target {store.manifest['target']['name']}, not from "
+            f"{cfg.target.path}; collect again under another name=."
+        )
 
 
 def is_saved(folder: Path, numbers: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from scripts import advise, bench
+from scripts import advise, bench, twins
 from tests import e2e
 
 CELLS = (
@@ -38,6 +38,7 @@ def costed(finished: e2e.Finished, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture
 def here(costed: e2e.Place, monkeypatch: pytest.MonkeyPatch) -> e2e.Place:
     monkeypatch.chdir(costed.cwd)
+    monkeypatch.setattr(advise, "write_report", lambda folder, report: None)  # drawing takes longer than all the rest
     return costed
 
 
@@ -54,7 +55,10 @@ def test_the_costs_are_a_full_table_with_its_facts(costed: e2e.Place) -> None:
     assert costs["dtype"] == "float32" and costs["head"] == e2e.report(costed)["head"]["sha256"]
 
 
-def test_the_advice_is_said_and_written(here: e2e.Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_advice_is_said_and_written(
+    here: e2e.Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advise, "write_report", twins.write_report)
     found = advice(here)
     rows = found["rows"]
     assert [row["gamma"] for row in rows] == [0, 1, 2, 3, 4] and rows[0]["speedup"]["value"] == 1.0
@@ -68,6 +72,10 @@ def test_the_advice_is_said_and_written(here: e2e.Place, capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     assert ("Do not speculate at batch 1" if found["gamma"] == 0 else f"γ = {found['gamma']} at batch 1") in printed
     assert "Chains only" in printed and "best γ and its speed-up" in printed
+    assert e2e.report(here)["load"] == {name: value for name, value in found.items() if name != "provenance"}
+    for twin in ("report.html", "report.md"):
+        assert "With one request at once and 32 tokens of context" in (here.run / "report" / twin).read_text()
+    assert "Speed under load" in (here.run / "report/report.html").read_text()
 
 
 def test_the_report_holds_teacher_forced_against_decoder(finished: e2e.Finished) -> None:

@@ -30,7 +30,7 @@ from training.step import GradientStep
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 45
+COUNT = 46
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -101,7 +101,7 @@ def test_comments_name_only_commands_that_compose(file: str) -> None:
     if file.startswith(("traffic/", "experiment/", "bench/", "rival/")):
         assert found, "no command shows how to use it"
     for module, line in found:
-        own = ("advise", "bench", "compare", "doctor", "import_head", "prove", "serve_check")
+        own = ("advise", "bench", "compare", "doctor", "import_head", "medusa2", "prove", "serve_check")
         name = module if module in own else "config"
         for job in jobs(shlex.split(line)):
             e2e.config(*job, name=name)
@@ -182,63 +182,6 @@ def done(small: e2e.Place, tmp_path_factory: pytest.TempPathFactory) -> e2e.Plac
         collect.run(cfg)
         train.run(cfg)
     return place
-
-
-def heard(folder: Path, *more: str) -> Seen:
-    """What a reader makes of a small file that gives every setting something to do."""
-    secret = "call +44 20 7946 0958 or (650) 253-0000"
-    rows: list[Seen] = [{"id": f"c{index}", "turns": [f"w{index} w2 w3 w4"]} for index in range(6)]
-    rows += [{"turns": ["w1"], "tag": "x"}, {"turns": [secret]}, {"turns": [f"{secret.upper()} "]}]
-    rows += [{"prompt": "w8 w8"}]
-    rows += [{"messages": [{"role": "user", "content": "w9 w9"}, {"role": "assistant", "content": ""}]}]
-    path = e2e.write_rows(folder / "t.jsonl", rows)
-    reading = build(e2e.config("traffic=files", f"traffic.path={path}", *more), "traffic")
-    return {
-        "texts": [item.first_text() for item in reading.conversations],
-        "slices": [item.slice for item in reading.conversations],
-        "reasons": [item.reason for item in reading.rejected],
-        "held_out": reading.held_out,
-    }
-
-
-TRAFFIC = {
-    # setting: (of the one reading, of the other, what differs)
-    "path": ([], ["traffic.path={other}"], "texts"),
-    "format": ([], ["traffic.format=prompts"], "texts"),
-    "rows": ([], ["traffic.rows=3"], "texts"),
-    "held_out": ([], ["traffic.held_out=0.5"], "held_out"),
-    "limit": ([], ["traffic.limit=2"], "texts"),
-    "slice_field": ([], ["traffic.slice_field=tag"], "slices"),
-    "default_slice": ([], ["traffic.default_slice=mine"], "slices"),
-    "shortest": ([], ["traffic.shortest=5"], "reasons"),
-    "longest": ([], ["traffic.longest=20"], "reasons"),
-    "empty_answers": ([], ["traffic.empty_answers=false"], "reasons"),
-    "near_duplicates": ([], ["traffic.near_duplicates=0.9"], "reasons"),
-    "redact": ([], ["traffic.redact=[phones]"], "texts"),
-    "phone_region": (["traffic.redact=[phones]"], ["traffic.redact=[phones]", "traffic.phone_region=US"], "texts"),
-}
-
-
-@pytest.mark.parametrize("setting", TRAFFIC)
-def test_traffic(tmp_path: Path, setting: str) -> None:
-    first, second, what = TRAFFIC[setting]
-    other = e2e.write_rows(tmp_path / "other.jsonl", [{"turns": ["another"]}])
-    second = [more.replace("{other}", str(other)) for more in second]
-    assert heard(tmp_path, *first)[what] != heard(tmp_path, *second)[what]
-
-
-def test_a_data_set_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """hub_config and hub_split reach the library that reads it."""
-    asked: list[Any] = []
-
-    def load(name: str, config: str | None, **how: Any) -> list[Seen]:
-        asked.append((name, config, how["split"]))
-        return [{"prompt": "w1"}]
-
-    monkeypatch.setattr("datasets.load_dataset", load)
-    for more in ([], ["traffic.hub_config=small", "traffic.hub_split=test"]):
-        build(e2e.config("traffic=files", "traffic.path=hf://datasets/a/b", *more), "traffic")
-    assert asked == [("a/b", None, "train"), ("a/b", "small", "test")]
 
 
 def collected(place: e2e.Place) -> Seen:
@@ -418,6 +361,33 @@ def test_head(small: e2e.Place, target: FrozenTarget, name: str, setting: str) -
     assert seen(e2e.config(*overrides(small, f"head={name}", *HEAD[name][setting]))) != first
 
 
+MEDUSA2 = {
+    "rank": ["medusa2.rank=2"],
+    "alpha": ["medusa2.alpha=8"],
+    "modules": ["medusa2.modules=[q_proj]"],
+    "head_weight": ["medusa2.head_weight=1"],
+}  # held_out, and what stage1 stands for, in test_medusa2
+
+
+@pytest.mark.parametrize("setting", MEDUSA2)
+def test_joint_training(small: e2e.Place, setting: str) -> None:
+    """The loss, where the adapter already says something."""
+
+    def seen(*more: str) -> float:
+        cfg = e2e.config(*overrides(small, "stage1=runs/t", "head=medusa", *more), name="medusa2")
+        target = load_target(cfg)
+        features = features_of(target, [([5, 9, 12, 6, 30, 31, 32, 33, 34, 35], [False] * 4 + [True] * 6)], ())
+        head = build_head(cfg, target, DraftVocabulary.identity(target.vocab_size))
+        joint = build(cfg, "medusa2", _partial_=True)(head=head, target=target)
+        with torch.no_grad():
+            for name, parameter in joint.named_parameters():
+                if "lora_B" in name:
+                    parameter.fill_(0.1)
+        return joint(features).loss.item()
+
+    assert seen(*MEDUSA2[setting]) != seen()
+
+
 EVAL = {
     "gamma": ["eval.gamma=3"],
     "gammas": ["eval.gammas=[1,2]"],
@@ -486,11 +456,11 @@ def test_every_documented_setting_has_its_test() -> None:
     """A setting that is added to one of these files must be shown to do something here."""
     assert documented("config.yaml", "generation") == set(GENERATION)
     assert documented("config.yaml", "train") == set(TRAIN)
-    assert documented("traffic/files.yaml", "") == {*TRAFFIC, "hub_config", "hub_split"}
     assert documented("optim/adamw.yaml", "") == {*OPTIM, "name"}
     for name in HEADS:
         assert documented(f"head/{name}.yaml", "") == set(HEAD[name])
     assert documented("eval/default.yaml", "") == {*EVAL, *DECODING}
+    assert documented("medusa2.yaml", "medusa2") == {*MEDUSA2, "held_out"}
     top = {"name", "run_dir", "head_dir", "seed", "rivals"}  # what rivals holds is tested in test_proposers
     shared = {"traffic_dir", "features_dir", "stages", "collect"}  # in test_compare
     assert documented("config.yaml", "") == top | shared | {"defaults", "hydra", "generation", "train"}

@@ -39,7 +39,7 @@ def cell(
 
 def independent(alpha: float, longest: int) -> Yield:
     taus = [formula_tokens_per_round(alpha, gamma) for gamma in range(longest + 1)]
-    return Yield(tuple(Estimate(tau, tau * 0.98, tau * 1.02) for tau in taus), "made up", longest)
+    return Yield(tuple(Estimate(tau, tau * 0.98, tau * 1.02) for tau in taus), "made up", longest, 50)
 
 
 # ---- the table --------------------------------------------------------------------------------------------------
@@ -157,6 +157,16 @@ def test_advice_by_hand() -> None:
     assert cheap.stops_paying is None and "the longest looked at" in cheap.notes[0]
 
 
+def test_advice_says_how_many_requests_would_be_enough() -> None:
+    """±20 % out of 50 requests: sixteen times as many for ±5 %."""
+    taus = independent(0.6, 4)
+    loose = replace(taus, by_gamma=tuple(Estimate(e.value, e.value * 0.8, e.value * 1.2) for e in taus.by_gamma))
+    table = CostTable([cell(0.1, 0.1)])
+    notes = advise(table, loose, batch=1, context=128, batches=[1], contexts=[128]).notes
+    assert "the interval holds 1" not in notes[0] and "about 800 held-out requests instead of 50" in notes[0]
+    assert advise(table, taus, batch=1, context=128, batches=[1], contexts=[128]).notes == ()
+
+
 def sampled(gammas: Sequence[int], requests: int = 40) -> dict[int, list[RequestTrace]]:
     rng = np.random.default_rng(4)
     return {g: list(clustered_requests(rng, requests=requests, rounds=30, gamma=g, shape=(6, 4))) for g in gammas}
@@ -260,6 +270,10 @@ def test_a_perfect_machine_is_predicted_perfectly_and_a_slower_one_is_not() -> N
     slower = [replace(one, tokens_per_second=one.tokens_per_second / (1.25 if one.gamma > 1 else 1)) for one in true]
     found = compare_rates(slower, table, taus)
     assert [row.error for row in found.rows] == pytest.approx([0, 0, 0.25, 0.25, 0.25])
+    assert [row.speedup_error for row in found.rows] == pytest.approx([0, 0, 0.25, 0.25, 0.25])
+    assert found.median_speedup_error == pytest.approx(0.25) and found.median_error == pytest.approx(0.25)
+    halved = compare_rates([replace(one, tokens_per_second=one.tokens_per_second / 2) for one in true], table, taus)
+    assert halved.median_error == pytest.approx(1.0) and halved.median_speedup_error == pytest.approx(0)
     assert found.choices[0].best == 1 and found.choices[0].share < 0.95 and found.to_json()["rows"][2]["error"] > 0.2
 
 

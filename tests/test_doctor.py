@@ -174,6 +174,18 @@ def test_duplicates_and_rows_that_cannot_be_used_are_counted(place: e2e.Place, t
     assert not finding.wrong and finding.sentence.startswith("8% of the rows cannot be used")
 
 
+def test_offered_tools_are_part_of_the_prompts(place: e2e.Place, tmp_path: Path) -> None:
+    """Counted, answered and rendered as they are when collecting."""
+    shown = "{% for tool in tools or [] %}w9 {% endfor %}" + TEMPLATE
+    path = other_target(tmp_path, lambda folder: tiny_tokenizer(shown).save_pretrained(folder) and None)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    rows = [{"messages": [{"role": "user", "content": f"w{index}"}], "tools": [tool] * 2} for index in range(20)]
+    traffic = e2e.write_rows(tmp_path / "t.jsonl", rows)
+    sections = examine(e2e.Place(path, traffic, tmp_path), last="answers")
+    assert all(sample.pieces[0][0].startswith("w9 w9 <|user|>") for sample in sections["answers"].samples)
+    assert "half up to 6" in told(sections["prompts"])
+
+
 # ---- figures ----------------------------------------------------------------------------------------------------
 
 

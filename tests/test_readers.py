@@ -14,7 +14,9 @@ import pytest
 from heads.artifact import UserError
 from heads.base import FeatureNeeds
 from heads.target import FrozenTarget
-from tests.tiny import load_tiny
+from scripts.prompts import first_turns
+from tests import e2e
+from tests.tiny import load_tiny, save_tiny, tiny_tokenizer
 from tests.traffic_rows import (
     ASKED,
     CALL,
@@ -190,6 +192,23 @@ def test_the_target_sees_tools_and_calls(tmp_path: Path, monkeypatch: pytest.Mon
         f"{shown} <|assistant|>",
         f"{shown} <|assistant|> w4 <|end|> <|tool|> w2 <|end|> <|assistant|>",
     ]
+
+
+REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + SHOWS_TOOLS
+
+
+def test_an_evaluation_shows_tools_and_leaves_out_what_the_template_refuses(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "tiny")
+    tiny_tokenizer(REFUSES_SYSTEM).save_pretrained(folder)
+    system = parse_row({"id": "s", "messages": [{"role": "system", "content": "w9"}, user("w1")]})
+    tools = parse_row({"id": "t", "turns": ["w1"], "tools": [TOOL]})
+    cfg = e2e.config("target=custom", f"target.path={folder}")
+    (request,) = first_turns(cfg, [system, tools])
+    assert request.request_id == "t" and len(request.prompt) == 6, (
+        "two for the tool, three for the message, one for the answer"
+    )
+    with pytest.raises(UserError, match="refuses a conversation with the roles system, user"):
+        first_turns(cfg, [system])
 
 
 # Where rows come from

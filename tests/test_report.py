@@ -335,7 +335,7 @@ def test_the_formula_is_checked_where_most_lengths_were_decoded() -> None:
 
 def test_advice_is_shown_where_there_is_any(report: dict[str, Any]) -> None:
     words = " ".join(findings(report))
-    assert "At 8 request(s) at once and 1024 tokens of context γ = 3 is expected to be best, 1.50 [1.40, 1.60]" in words
+    assert "With 8 requests at once and 1024 tokens of context γ = 3 is expected to be best, 1.50 [1.40, 1.60]" in words
     assert "From 40 requests at once on, drafting no longer pays." in words
     without = {**report, "load": {**report["load"], "gamma": 0, "stops_paying": None}}
     assert "no draft is expected to pay" in whole_markdown(without)

@@ -60,8 +60,9 @@ def look_at_traffic(reading: Reading) -> Section:
                 f"traffic.held_out={reading.held_out}; give more traffic or traffic.held_out={better:g}.",
             )
         )
-    if len(reading.rejected) - duplicates > _MUCH * read:
-        share = (len(reading.rejected) - duplicates) / read
+    wanted = sum("duplicate" in item.reason or "traffic." in item.reason for item in reading.rejected)  # by settings
+    if len(reading.rejected) - wanted > _MUCH * read:
+        share = (len(reading.rejected) - wanted) / read
         found.append(
             Finding(
                 False, f"{share:.0%} of the rows cannot be used; mend them, the reasons stand above (traffic.path=)."
@@ -179,7 +180,7 @@ def look_at_prompts(
         reached = True  # as in collecting, where a turn is lost with the one before it
         for turn in range(len(conversation.turns)):
             try:
-                ids = target.render(conversation.messages([""] * turn))
+                ids = target.render(conversation.messages([""] * turn), tools=conversation.tools)
             except UserError as error:
                 refused[str(error)] += 1
                 reached = False

@@ -120,7 +120,7 @@ def _as_rendered(target: FrozenTarget, encoder: ChatEncoder, conversation: Conve
     logged = {"role": "assistant", "content": text, "finish_reason": answer.finish_reason}
     messages = [*conversation.messages(), logged]
     try:
-        return list(encoder.turns(messages)[-1].ids) == answer.ids_T.tolist()
+        return list(encoder.turns(messages, tools=conversation.tools)[-1].ids) == answer.ids_T.tolist()
     except MaskError:
         return False
 

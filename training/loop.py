@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from heads.artifact import UserError, digest
-from heads.base import DraftHead
+from heads.base import Learner
 from training.checkpoint import CheckpointFolder, Interrupted, StopRequest, owned
 from training.features import Batch, BatchPlan, FeatureSource, read_ahead
 from training.optim import build_optimizer, build_scheduler, clip_gradients
@@ -35,7 +35,7 @@ OnEval = Callable[[int], Mapping[str, float] | None]
 
 
 def train(
-    head: DraftHead,
+    head: Learner,
     source: FeatureSource,
     settings: TrainSettings,
     *,
@@ -92,7 +92,7 @@ def open_accelerator(settings: TrainSettings) -> Accelerator:
     return Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=[ddp])
 
 
-def describe_head(head: DraftHead) -> dict[str, Any]:
+def describe_head(head: Learner) -> dict[str, Any]:
     """What makes two heads the same before training: class, arguments, vocabulary, names and shapes."""
     return {
         "class": f"{type(head).__module__}.{type(head).__qualname__}",
@@ -149,7 +149,7 @@ class _Run:
 
     def __init__(
         self,
-        head: DraftHead,
+        head: Learner,
         source: FeatureSource,
         settings: TrainSettings,
         folder: Path,

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from heads.artifact import UserError
+from heads.base import TargetFeatures
 from heads.cache import growing_cache
 from heads.target import FrozenTarget
 
@@ -119,6 +120,19 @@ def answer_batch(
     if not all(bool(answer.lse_T.isfinite().all()) for answer in answers):
         raise RuntimeError("the target's states are not finite")
     return answers
+
+
+def as_features(answer: Answer) -> TargetFeatures:
+    """An answer as features of one document."""
+    slot_T = torch.arange(len(answer.ids_T))
+    return TargetFeatures(
+        ids_T=answer.ids_T,
+        supervised_T=slot_T >= answer.answer_start,
+        lengths=(len(answer.ids_T),),
+        taps_TE=answer.taps_TE,
+        last_TD=answer.last_TD,
+        lse_T=answer.lse_T,
+    )
 
 
 def _config(target: FrozenTarget, generation: Generation) -> GenerationConfig:

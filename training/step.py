@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
-from heads.base import DraftHead, LossSums, TargetFeatures
+from heads.base import Learner, LossSums, TargetFeatures
 
 DepthSums = tuple[list[float], list[float]]
 
@@ -29,7 +29,7 @@ class Trainee(nn.Module):
     document.
     """
 
-    def __init__(self, head: DraftHead, *, bf16: bool, distributed: bool) -> None:
+    def __init__(self, head: Learner, *, bf16: bool, distributed: bool) -> None:
         super().__init__()
         self.head = head
         self.bf16 = bf16

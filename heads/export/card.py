@@ -90,6 +90,7 @@ def render_card(
         "",
         f"A speculative-decoding head: it drafts {facts.gamma} tokens a round, the target checks them, and greedy text "
         "is what the target alone would write.",
+        *_modified(facts.fingerprint),
         "",
         "## Serve",
         "",
@@ -120,6 +121,17 @@ def render_card(
         licence,
     ]
     return "\n".join(lines) + "\n"
+
+
+def _modified(fingerprint: Mapping[str, str]) -> list[str]:
+    """What a user must know who still has the target from before the head was trained with it."""
+    if "modified" not in fingerprint:
+        return []
+    return [
+        "",
+        f"**{fingerprint['modified'].capitalize()}.** The server must be given the target with the adapter merged into "
+        f"it, not the original.",
+    ]
 
 
 def _measured(evidence: Evidence | None) -> list[str]:
