@@ -361,33 +361,6 @@ def test_head(small: e2e.Place, target: FrozenTarget, name: str, setting: str) -
     assert seen(e2e.config(*overrides(small, f"head={name}", *HEAD[name][setting]))) != first
 
 
-MEDUSA2 = {
-    "rank": ["medusa2.rank=2"],
-    "alpha": ["medusa2.alpha=8"],
-    "modules": ["medusa2.modules=[q_proj]"],
-    "head_weight": ["medusa2.head_weight=1"],
-}  # held_out, and what stage1 stands for, in test_medusa2
-
-
-@pytest.mark.parametrize("setting", MEDUSA2)
-def test_joint_training(small: e2e.Place, setting: str) -> None:
-    """The loss, where the adapter already says something."""
-
-    def seen(*more: str) -> float:
-        cfg = e2e.config(*overrides(small, "stage1=runs/t", "head=medusa", *more), name="medusa2")
-        target = load_target(cfg)
-        features = features_of(target, [([5, 9, 12, 6, 30, 31, 32, 33, 34, 35], [False] * 4 + [True] * 6)], ())
-        head = build_head(cfg, target, DraftVocabulary.identity(target.vocab_size))
-        joint = build(cfg, "medusa2", _partial_=True)(head=head, target=target)
-        with torch.no_grad():
-            for name, parameter in joint.named_parameters():
-                if "lora_B" in name:
-                    parameter.fill_(0.1)
-        return joint(features).loss.item()
-
-    assert seen(*MEDUSA2[setting]) != seen()
-
-
 EVAL = {
     "gamma": ["eval.gamma=3"],
     "gammas": ["eval.gammas=[1,2]"],
@@ -460,7 +433,6 @@ def test_every_documented_setting_has_its_test() -> None:
     for name in HEADS:
         assert documented(f"head/{name}.yaml", "") == set(HEAD[name])
     assert documented("eval/default.yaml", "") == {*EVAL, *DECODING}
-    assert documented("medusa2.yaml", "medusa2") == {*MEDUSA2, "held_out"}
     top = {"name", "run_dir", "head_dir", "seed", "rivals"}  # what rivals holds is tested in test_proposers
     shared = {"traffic_dir", "features_dir", "stages", "collect"}  # in test_compare
     assert documented("config.yaml", "") == top | shared | {"defaults", "hydra", "generation", "train"}

@@ -24,7 +24,9 @@ from heads.medusa import MedusaHead
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
 from scripts import collect, compare, evaluate, export, medusa2, prove, train
+from scripts.common import build_head, load_target
 from scripts.drafters import ready_head
+from scripts.settings import build
 from tests import e2e
 from tests.drafting_cases import PROMPTS
 from tests.recurrent_cases import documents
@@ -255,6 +257,31 @@ ARTIFACTS = (
     *("certificate/certificate.json", "certificate/certificate.md", "certificate/manifest.json"),
     *("export/manifest.json", "export/README.md", "../both/comparison.json", "../both/comparison.md"),
 )
+
+
+SETTINGS = {
+    "rank": ["medusa2.rank=2"],
+    "alpha": ["medusa2.alpha=8"],
+    "modules": ["medusa2.modules=[q_proj]"],
+    "head_weight": ["medusa2.head_weight=1"],
+}  # held_out in the report below
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting_changes_the_loss(place: e2e.Place, setting: str) -> None:
+    """Where the adapter already says something."""
+
+    def seen(*more: str) -> float:
+        cfg = config(place, "stage1=runs/mine", *more, root="medusa2")
+        target = load_target(cfg)
+        head = build_head(cfg, target, DraftVocabulary.identity(VOCABULARY))
+        joint = build(cfg, "medusa2", _partial_=True)(head=head, target=target)
+        for parameter in (one for name, one in learning(joint).items() if "lora_B" in name):
+            torch.nn.init.constant_(parameter, 0.1)
+        return joint(features_of(target, documents(), ())).loss.item()
+
+    assert seen(*SETTINGS[setting]) != seen() == seen()
+    assert {*SETTINGS, "held_out", "_target_"} == set(e2e.config("stage1=x", name="medusa2").medusa2)
 
 
 @pytest.mark.parametrize("file", ARTIFACTS)
