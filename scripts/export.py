@@ -2,6 +2,7 @@
 
 python -m scripts.export name=mine export=vllm
 python -m scripts.export name=mine head_dir=runs/other/head export.dtype=float32
+python -m scripts.export name=mine export=speculators push=org/name
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from scripts.common import script, servable_head
-from scripts.settings import build, plain
+from scripts.settings import build, check_value, plain
 
 
 def run(cfg: DictConfig) -> None:
@@ -20,7 +21,10 @@ def run(cfg: DictConfig) -> None:
     from eval.report_table import to_markdown
     from heads.checkpoint import read_facts
     from heads.export.card import Evidence
+    from heads.export.folder import format_of
+    from heads.export.hub import push
 
+    check_value("push", cfg.push, str | None)
     folder, report_path = Path(cfg.run_dir) / "export", Path(cfg.run_dir) / "report" / "report.json"
     evidence = None
     facts = read_facts(cfg.head_dir)
@@ -38,7 +42,10 @@ def run(cfg: DictConfig) -> None:
         evidence=evidence,
         config=plain(cfg),
     )
-    print(f"export    {folder} is ready for {manifest['server']}:\n\n    {manifest['serve']}", flush=True)
+    reader = format_of(manifest["layout"]).title
+    print(f"export    {folder} is ready for {reader}:\n\n    {manifest['serve']}", flush=True)
+    if cfg.push is not None:
+        print(f"          it is at {push(folder, cfg.push, manifest)}", flush=True)
 
 
 @script()

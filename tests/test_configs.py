@@ -433,7 +433,8 @@ def test_every_documented_setting_has_its_test() -> None:
     for name in HEADS:
         assert documented(f"head/{name}.yaml", "") == set(HEAD[name])
     assert documented("eval/default.yaml", "") == {*EVAL, *DECODING}
-    top = {"name", "run_dir", "head_dir", "seed", "rivals"}  # what rivals holds is tested in test_proposers
+    # What rivals holds is tested in test_proposers, push in test_hub.
+    top = {"name", "run_dir", "head_dir", "seed", "rivals", "push"}
     shared = {"traffic_dir", "features_dir", "stages", "collect"}  # in test_compare
     assert documented("config.yaml", "") == top | shared | {"defaults", "hydra", "generation", "train"}
     assert OmegaConf.is_config(e2e.config())

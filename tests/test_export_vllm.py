@@ -431,5 +431,5 @@ def test_a_medusa_that_the_server_would_read_otherwise_is_refused() -> None:
 
 
 def test_a_kind_that_no_server_loads_is_refused() -> None:
-    with pytest.raises(UserError, match=r"vLLM loads no head of the kind heads.hydra_mlp.HydraHead"):
+    with pytest.raises(UserError, match=r"no layout of vLLM for a head of the kind heads.hydra_mlp.HydraHead"):
         FORMATS["vllm"].layout_of("heads.hydra_mlp.HydraHead")

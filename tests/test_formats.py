@@ -59,7 +59,7 @@ def test_there_and_back_and_there_or_refused(tmp_path, layout: str, kind: str) -
     """Byte-identical files; and the head is found again without our manifest, as somebody else's is."""
     head = servable(kind)
     if kind not in LOADS[layout]:
-        with pytest.raises(UserError, match=r"loads no head of the kind|head\.\w+=\w+, or export it|has no|only"):
+        with pytest.raises(UserError, match=r"There is no layout of|head\.\w+=\w+, or export it|has no|only"):
             exported(tmp_path / "a", head, layout)
         assert not (tmp_path / "a").exists()
         return

@@ -26,7 +26,11 @@ MAY_IMPORT = {
     "scripts": {"scripts", "training", "eval", "heads", "conf"},
 }
 HYDRA = {"hydra", "omegaconf"}
-ELSEWHERE = {"vllm": "runs in the server's own environment", "omegaconf": "comes with hydra-core"}
+ELSEWHERE = {
+    "vllm": "runs in the server's own environment",
+    "omegaconf": "comes with hydra-core",
+    "httpx": "comes with huggingface-hub",
+}
 STOP = 500
 TOP = {
     *OURS,

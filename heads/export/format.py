@@ -28,6 +28,6 @@ class Format:
                 return layout
         kinds = ", ".join(layout.head for layout in self.layouts)
         raise UserError(
-            f"{self.title} loads no head of the kind {head}; export one of {kinds}, choose another export=, or leave "
-            f"export out of stages=[…]."
+            f"There is no layout of {self.title} for a head of the kind {head}; export one of {kinds}, choose another "
+            f"export=, or leave export out of stages=[…]."
         )

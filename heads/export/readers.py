@@ -76,7 +76,7 @@ SGLANG = Format(
 ORIGINAL = Format(
     "original",
     "original",
-    "The authors' code",
+    "the authors' code",
     (
         PaperEagle3Layout(_AUTHORS, "eagle3", ropes=_OLD_ROPES, file=PICKLED),
         PaperEagleLayout(_AUTHORS, "eagle", "LlamaForCausalLM", embeddings=True, ropes=_OLD_ROPES, file=PICKLED),
