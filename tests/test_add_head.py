@@ -73,7 +73,7 @@ def test_it_trains_and_is_measured(place: e2e.Place, capsys: pytest.CaptureFixtu
     assert all(row["identical_requests"] == row["requests"] for row in report["results"] if row["temperature"] == 0)
     assert report["head"]["name"] == "mix" and e2e.manifest(place, "features")["needs"]["taps"] == []
     said = e2e.sentence(export.run, cfg, capsys)
-    assert "vLLM loads no head of the kind heads.mix.MixHead; export one of " in said
+    assert "no layout of vLLM for a head of the kind heads.mix.MixHead; export one of " in said
     assert "drafts chains only" in e2e.sentence(evaluate.run, e2e.config(*overrides(place, TREE)), capsys)
 
 
