@@ -360,9 +360,9 @@ def test_what_training_says_and_drift_are_shown_by_depth(report: dict[str, Any])
         assert "Teacher-forced against the decoder, greedy, fp32, γ 4." in shown
         assert "what the draft can propose: 0.93" in shown and "0.97" in shown
         assert all(f"{one['value']:.2f} [{one['low']:.2f}, {one['high']:.2f}]" in shown for one in drift)
-    assert "| 1 | 0.81" in text and "| 2 | 0.62" in text
+    assert "## Acceptance by depth\n" in text and "| 1 | 0.81" in text and "| 2 | 0.62" in text
     without = {**report, "teacher_forced": None, "formula": None}
-    assert "by depth" not in whole_markdown(without) and "Teacher-forced against" not in render_page(without)
+    assert "Acceptance by depth\n" not in whole_markdown(without) and "Teacher-forced against" not in render_page(without)
 
 
 def test_the_names_of_others_stand_with_the_definitions(report: dict[str, Any]) -> None:
@@ -478,7 +478,7 @@ def test_less_than_everything_still_gives_a_report(kind: str) -> None:
     assert report["verdict"].endswith(".")
 
 
-def test_the_first_greedy_run_of_a_trained_head_is_the_headline() -> None:
+def test_the_first_greedy_run_of_the_head_is_the_headline() -> None:
     traces = head_traces(3)
     runs = [
         Run("none", "float32", 0.0, 0, [plain_of(t) for t in traces]),
@@ -487,7 +487,7 @@ def test_the_first_greedy_run_of_a_trained_head_is_the_headline() -> None:
         Run("medusa", "float32", 0.0, 3, head_traces(3, 3)),
         Run("eagle3", "float32", 0.0, 4, traces),
     ]
-    headline = build_report(runs=runs, resamples=0, **META)["headline"]
+    headline = build_report(runs=runs, resamples=0, **{**META, "head": {"name": "medusa"}})["headline"]
     assert headline == {"proposer": "medusa", "dtype": "float32", "temperature": 0.0, "gamma": 3}
 
 
