@@ -52,12 +52,13 @@ def run(cfg: DictConfig) -> bool:
     for name, hint in _SETTINGS.items():
         check_value(name, values[name], hint)
     folder, export = Path(cfg.run_dir) / "serve_check", Path(cfg.run_dir) / "export"
-    check_interpreter(cfg.serve_python)
     if not (export / MANIFEST).is_file():
+        check_interpreter(cfg.serve_python)  # before the stages take their minutes
         pipeline.run(cfg)
     head = servable_head(cfg)
     head.check_depth(cfg.gamma, "gamma")
     manifest = check_export(export, head=head)
+    check_interpreter(cfg.serve_python)
     if manifest["server"] != "vllm":
         raise UserError(f"{export} was exported for {manifest['server']}, not for vLLM; export it with export=vllm.")
     requests = some_requests(cfg, cfg.requests, "requests", least=LEAST)
