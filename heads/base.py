@@ -13,7 +13,7 @@ position t and predicts x_{t+2}. This is the convention of the servers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -308,13 +308,20 @@ class DraftHead(Learner):
 
     def attach(self, target: TargetWeights) -> None:
         """Lend the head the target's embeddings and vocabulary projection."""
-        self._target[:] = [target]
+        self._target[:] = [target, target.over(self.vocab.ids_W)]
 
     @property
     def target(self) -> TargetWeights:
         """The lent weights; asking before `attach` is a programming error."""
         assert self._target, "attach(target) must come before the head is used"
         return self._target[0]
+
+    @property
+    def draftable(self) -> TargetWeights:
+        """The lent weights over the draft vocabulary: what the target's say is compared on, and read by if a head has
+        no projection of its own."""
+        assert self._target, "attach(target) must come before the head is used"
+        return self._target[1]
 
     def check_depth(self, depth: int, setting: str = "eval.gamma") -> None:
         """Raises UserError, naming the setting, when the head cannot draft that many tokens in a round."""
@@ -346,6 +353,19 @@ class DraftHead(Learner):
     @abstractmethod
     def propose(self, state: Any, depth: int, draw: Draw) -> Proposal:
         """Draft `depth` tokens after the last committed one; leaves the state as if nothing had been drafted."""
+
+    def chain(self, step: Callable[[Sequence[Tensor]], Tensor], depth: int, draw: Draw) -> Proposal:
+        """`depth` tokens one after the other; step gives the logits [B, W] after those drafted so far, each [B]."""
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        for _ in range(depth):
+            logits_BW = step(tokens)
+            drafted_BK = torch.stack(tokens, 1) if tokens else None
+            index_B, q_BW = draw(logits_BW, drafted_BK=drafted_BK, vocab=self.vocab)
+            tokens.append(self.vocab.to_target(index_B))
+            if q_BW is not None:
+                probs.append(self.vocab.scatter(q_BW))
+        return Proposal.chain(torch.stack(tokens, 1), probs_BNV=torch.stack(probs, 1) if probs else None)
 
     def propose_tree(self, state: Any, depth: int, tree: Tree) -> Proposal:
         """As `propose`, but a tree of this depth, whose nodes are chosen and not drawn (see heads.tree_draft)."""

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.artifact import UserError
-from heads.base import FeatureNeeds, LossSums, TargetFeatures, TargetWeights, wide
+from heads.base import FeatureNeeds, LossSums, TargetFeatures, wide
 from heads.layers import BlockSizes, DraftBlock, Rotary, copy_last_layer
-from heads.losses import Objective, UnrolledSums, unrolled_loss
-from heads.pairs import check_places, nothing_to_learn, summed, supervised_pairs, target_rows
+from heads.losses import UnrolledSums
+from heads.pairs import nothing_to_learn, summed, supervised_pairs
 from heads.recurrent import RecurrentHead, Slot
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
@@ -51,26 +51,19 @@ class EagleHead(RecurrentHead):
         noise: float = 0.1,
     ) -> None:
         sizes = sizes if isinstance(sizes, BlockSizes) else BlockSizes(**sizes)
-        if depth < 1:
-            raise UserError(f"A depth of {depth} trains nothing: it is at least 1; set head.depth.")
         amounts = {"feature_weight": feature_weight, "token_weight": token_weight, "noise": noise}
         for name, amount in amounts.items():
             if not 0 <= amount < float("inf"):
                 raise UserError(f"A {name} of {amount} cannot be: it is a finite number from 0 on; set head.{name}.")
         if feature_weight == token_weight == 0:
             raise UserError("With feature_weight and token_weight 0 nothing is learnt; set head.token_weight above 0.")
-        arguments = {"sizes": asdict(sizes), "depth": depth, "loss": loss, "decay": decay, "eta": eta, **amounts}
-        super().__init__(needs=FeatureNeeds(), vocab=vocab, arguments=arguments)
+        how = {"depth": depth, "loss": loss, "decay": decay, "eta": eta}
+        super().__init__(needs=FeatureNeeds(), vocab=vocab, **how, sizes=asdict(sizes), **amounts)
         config, width = sizes.llama_config(), sizes.hidden_size
-        self.depth, self.objective = depth, Objective(loss, decay, eta)
         self.feature_weight, self.token_weight, self.noise = feature_weight, token_weight, noise
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.layer = DraftBlock(config, width)
         self.rotary = Rotary(config)
-
-    def attach(self, target: TargetWeights) -> None:
-        super().attach(target)
-        self._draftable = [target.over(self.vocab.ids_W)]  # both the target's logits and the draft's need these rows
 
     @torch.no_grad()
     def initialise(self, target: FrozenTarget) -> None:
@@ -103,9 +96,7 @@ class EagleHead(RecurrentHead):
         if not len(starts_N):
             return nothing_to_learn(self)
         hidden_KND = self.unroll(self._noisy(features), starts_N, self.depth)
-        draftable, valid_KN = self._draftable[0], check_places(starts_N, valid_KN)
-        target = target_rows(features, starts_N, draftable, self.vocab)
-        tokens = unrolled_loss(hidden_KND, draftable.projection, target, valid_KN, self.objective)
+        tokens = self.judged(features, starts_N, valid_KN, hidden_KND)
         distance_KN = self._distance(hidden_KND, features.last_TD, starts_N) * valid_KN
         sums = summed(tokens, valid_KN)
         return replace(
@@ -130,7 +121,7 @@ class EagleHead(RecurrentHead):
 
     def logits(self, output: Tensor) -> Tensor:
         """By the target's own projection."""
-        return self._draftable[0].read(output)
+        return self.draftable.read(output)
 
     def _noisy(self, features: TargetFeatures) -> TargetFeatures:
         """What the head reads in training. The target's say and the states to be met stay clean."""

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from heads.artifact import UserError
-from heads.base import FeatureNeeds, LossSums, TargetFeatures, TargetWeights
+from heads.base import FeatureNeeds, LossSums, Projection, TargetFeatures
 from heads.layers import BlockSizes, DraftBlock, RMSNorm, Rotary, copy_last_layer
-from heads.losses import Objective, Projection, unrolled_loss
-from heads.pairs import check_places, nothing_to_learn, summed, supervised_pairs, target_rows
 from heads.recurrent import RecurrentHead, Slot
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
@@ -62,26 +60,15 @@ class Eagle3Head(RecurrentHead):
         sizes = sizes if isinstance(sizes, BlockSizes) else BlockSizes(**sizes)
         needs = FeatureNeeds(taps=tuple(taps) if taps is not None else default_taps(sizes.num_target_layers))
         needs.check(sizes.num_target_layers)
-        if depth < 1:
-            raise UserError(f"A depth of {depth} trains nothing: it is at least 1; set head.depth.")
         flags = {
             "norm_before_residual": norm_before_residual,
             "fc_norm": fc_norm,
             "norm_output": norm_output,
             "qk_norm": qk_norm,
         }
-        arguments = {
-            "sizes": asdict(sizes),
-            "taps": list(needs.taps),
-            "depth": depth,
-            "loss": loss,
-            "decay": decay,
-            "eta": eta,
-            **flags,
-        }
-        super().__init__(needs=needs, vocab=vocab, arguments=arguments)
+        how = {"depth": depth, "loss": loss, "decay": decay, "eta": eta}
+        super().__init__(needs=needs, vocab=vocab, **how, sizes=asdict(sizes), taps=list(needs.taps), **flags)
         config, width = sizes.llama_config(), sizes.hidden_size
-        self.depth, self.objective = depth, Objective(loss, decay, eta)
         self.norm_before_residual, self.norm_output = norm_before_residual, norm_output
         self.fc_norm = nn.ModuleList(RMSNorm(width, config.rms_norm_eps) for _ in needs.taps) if fc_norm else None
         self.fc = nn.Linear(len(needs.taps) * width, width, bias=False)
@@ -91,11 +78,6 @@ class Eagle3Head(RecurrentHead):
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, len(vocab.ids_W), bias=False)
         self.rotary = Rotary(config)
-
-    def attach(self, target: TargetWeights) -> None:
-        super().attach(target)
-        # The target's logits over the draft vocabulary need these rows only.
-        self._draftable = [target.over(self.vocab.ids_W)]
 
     @torch.no_grad()
     def initialise(self, target: FrozenTarget) -> None:
@@ -115,14 +97,8 @@ class Eagle3Head(RecurrentHead):
 
     def loss(self, features: TargetFeatures) -> LossSums:
         """Unrolled loss over one packed batch (see heads.pairs.summed)."""
-        starts_N, valid_KN = supervised_pairs(features.supervised_T, features.lengths, self.depth)
-        if not len(starts_N):
-            return nothing_to_learn(self)
-        hidden_KND = self.unroll(features, starts_N, self.depth)
-        target = target_rows(features, starts_N, self._draftable[0], self.vocab)
-        valid_KN = check_places(starts_N, valid_KN)
-        projection = Projection(self.lm_head.weight)
-        return summed(unrolled_loss(hidden_KND, projection, target, valid_KN, self.objective), valid_KN)
+        own = Projection(self.lm_head.weight)
+        return self.learn(features, lambda starts_N: self.unroll(features, starts_N, self.depth), own)
 
     def given(self, taps: Tensor, last: Tensor) -> Tensor:
         """g = fc(taps), each tapped state normed first if the head has fc_norm."""

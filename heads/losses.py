@@ -19,11 +19,11 @@ from torch import Tensor
 
 from heads.artifact import UserError
 from heads.base import Projection, TargetWeights, wide
-from heads.kernels import KINDS, Said, kernel_of, reference_loss
+from heads.kernels import KINDS, Said, kernel_of
 
-__all__ = ["KINDS", "Objective", "Projection", "TargetRows", "UnrolledSums", "reference_loss", "unrolled_loss"]
-
-LOGITS = 1 << 24  # of all passes over a chunk of places that exist at the same time
+# Logits of all passes over a chunk of places that exist at the same time: few enough for a CPU's caches, and on a GPU
+# enough for products that keep it busy, at a few hundred MB.
+LOGITS, LOGITS_GPU = 1 << 24, 1 << 27
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ class _Span:
     valid_C: Tensor
 
 
-def _spans(low: int, high: int, valid_KN: Tensor) -> list[_Span]:
-    """The passes that reach places low…high; pass 0 reaches all of them."""
+def _spans(low: int, high: int, valid_KN: Tensor, known_KN: Tensor) -> list[_Span]:
+    """The passes that reach places low…high; pass 0 reaches all of them. known_KN: valid_KN where asking is cheap."""
     spans = []
     for k, valid_N in enumerate(valid_KN):
         rows = slice(max(0, low - k), high - k)
-        if rows.start < rows.stop and (k == 0 or bool(valid_N[rows].any())):
+        if rows.start < rows.stop and (k == 0 or bool(known_KN[k, rows].any())):
             spans.append(_Span(k, rows, slice(rows.start + k, high), valid_N[rows]))
     return spans
 
@@ -136,29 +136,29 @@ class _Unrolled(torch.autograd.Function):
         valid_KN: Tensor,
         objective: Objective,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        walk = _Walk(hidden_KND, Projection(weight, bias_W, softcap), objective, ctx.needs_input_grad[1:3])
+        walk = _Walk(hidden_KND, Projection(weight, bias_W, softcap), objective, ctx.needs_input_grad[:3])
         depth, starts, _ = hidden_KND.shape
-        chunk = max(1, LOGITS // (depth * weight.shape[-2]))
+        chunk = max(1, (LOGITS if hidden_KND.device.type == "cpu" else LOGITS_GPU) // (depth * weight.shape[-2]))
+        known_KN = valid_KN.cpu()  # once, instead of waiting for the device in every chunk
         for low in range(0, starts, chunk):
             high = min(starts, low + chunk)
-            spans = _spans(low, high, valid_KN)
+            spans = _spans(low, high, valid_KN, known_KN)
             said = target.said(low, high)
             # With one projection, one product for all passes over these places.
             for group in [spans] if weight.dim() == 2 else [[span] for span in spans]:
                 walk.take(group, [said[span.places.start - low :] for span in group])
         ctx.save_for_backward(walk.hidden_grad, walk.weight_grad, walk.bias_grad)
-        ctx.dtypes = weight.dtype, None if bias_W is None else bias_W.dtype
+        ctx.dtypes = hidden_KND.dtype, weight.dtype, None if bias_W is None else bias_W.dtype
         ctx.mark_non_differentiable(walk.loss_K, walk.match_KN, walk.overlap_KN)
         return walk.total, walk.loss_K, walk.match_KN, walk.overlap_KN
 
     @staticmethod
     def backward(ctx: Any, total_grad: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_grad, *others = ctx.saved_tensors
         scaled = [
-            None if grad is None else (grad * total_grad).to(dtype)
-            for grad, dtype in zip(others, ctx.dtypes, strict=True)
+            None if grad is None else (grad * total_grad.to(grad.dtype)).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return hidden_grad * total_grad.to(hidden_grad.dtype), *scaled, None, None, None, None
+        return *scaled, None, None, None, None
 
 
 class _Walk:
@@ -166,8 +166,9 @@ class _Walk:
     passes before it made of a start is known when a pass is weighed."""
 
     def __init__(
-        self, hidden_KND: Tensor, projection: Projection, objective: Objective, trained: tuple[bool, bool]
+        self, hidden_KND: Tensor, projection: Projection, objective: Objective, trained: tuple[bool, bool, bool]
     ) -> None:
+        """trained: whether states, weight and bias want a gradient; what none wants is not computed."""
         depth, starts, _ = hidden_KND.shape
         weight, bias_W = projection.weight, projection.bias_W
         self.hidden_KND, self.softcap, self.objective = hidden_KND, projection.softcap, objective
@@ -178,9 +179,9 @@ class _Walk:
         self.loss_K = wide(hidden_KND).new_zeros(depth)
         self.match_KN = torch.zeros(depth, starts, dtype=torch.bool, device=hidden_KND.device)
         self.overlap_KN = wide(hidden_KND).new_zeros(depth, starts)
-        self.hidden_grad = torch.zeros_like(hidden_KND)
-        self.weight_grad = torch.zeros_like(wide(weight)) if trained[0] else None
-        self.bias_grad = torch.zeros_like(wide(bias_W)) if bias_W is not None and trained[1] else None
+        self.hidden_grad = torch.zeros_like(hidden_KND) if trained[0] else None
+        self.weight_grad = torch.zeros_like(wide(weight)) if trained[1] else None
+        self.bias_grad = torch.zeros_like(wide(bias_W)) if bias_W is not None and trained[2] else None
 
     def take(self, spans: list[_Span], said: list[Said]) -> None:
         """Passes that share a projection, over one chunk, and what the target says to each."""
@@ -201,9 +202,10 @@ class _Walk:
             scales.append(self._count(span, loss_C, overlap_C, match_C))
         # Depth weights and invalid pairs scale rows: cheaper on the states than on the logits.
         gradient_RW, scale_R1 = logits_RW, torch.cat(scales)[:, None].to(logits_RW.dtype)
-        grad_RD = (gradient_RW @ weight_WD).mul_(scale_R1)
-        for span, grad in zip(spans, grad_RD.split(sizes), strict=True):
-            self.hidden_grad[span.k, span.rows] = grad
+        if self.hidden_grad is not None:
+            grad_RD = (gradient_RW @ weight_WD).mul_(scale_R1)
+            for span, grad in zip(spans, grad_RD.split(sizes), strict=True):
+                self.hidden_grad[span.k, span.rows] = grad
         if self.bias_grad is not None:
             self.bias_grad[k].add_((gradient_RW.T @ scale_R1)[:, 0])
         if self.weight_grad is not None:

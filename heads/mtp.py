@@ -16,11 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.artifact import UserError
-from heads.base import FeatureNeeds, LossSums, TargetFeatures, TargetWeights, wide
+from heads.base import FeatureNeeds, LossSums, TargetFeatures, wide
 from heads.layers import BlockSizes, DraftBlock, RMSNorm, Rotary, copy_last_layer
-from heads.losses import Objective, unrolled_loss
-from heads.pairs import check_places, nothing_to_learn, summed, supervised_pairs, target_rows
 from heads.recurrent import RecurrentHead, Slot
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
@@ -49,12 +46,9 @@ class MTPHead(RecurrentHead):
         final_norm: bool = True,
     ) -> None:
         sizes = sizes if isinstance(sizes, BlockSizes) else BlockSizes(**sizes)
-        if depth < 1:
-            raise UserError(f"head.depth={depth} cannot be; give at least 1.")
-        arguments = {"sizes": asdict(sizes), "depth": depth, "loss": loss, "decay": decay, "eta": eta}
-        super().__init__(needs=FeatureNeeds(), vocab=vocab, arguments=arguments | {"final_norm": final_norm})
+        how = {"depth": depth, "loss": loss, "decay": decay, "eta": eta}
+        super().__init__(needs=FeatureNeeds(), vocab=vocab, **how, sizes=asdict(sizes), final_norm=final_norm)
         config, width = sizes.llama_config(), sizes.hidden_size
-        self.depth, self.objective = depth, Objective(kind=loss, decay=decay, eta=eta)
         self.embed_norm = RMSNorm(width, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         self.proj = nn.Linear(2 * width, width, bias=False)
@@ -62,10 +56,6 @@ class MTPHead(RecurrentHead):
         self.layer = DraftBlock(config, width)
         self.norm = RMSNorm(width, config.rms_norm_eps) if final_norm else None
         self.rotary = Rotary(config)
-
-    def attach(self, target: TargetWeights) -> None:
-        super().attach(target)
-        self._draftable = [target.over(self.vocab.ids_W)]
 
     @torch.no_grad()
     def initialise(self, target: FrozenTarget) -> None:
@@ -100,15 +90,7 @@ class MTPHead(RecurrentHead):
 
     def loss(self, features: TargetFeatures) -> LossSums:
         """Unrolled loss over one packed batch (see heads.pairs.summed)."""
-        starts_N, valid_KN = supervised_pairs(features.supervised_T, features.lengths, self.depth)
-        if not len(starts_N):
-            return nothing_to_learn(self)
-        hidden_KND = self.unroll(features, starts_N, self.depth)
-        rows = target_rows(features, starts_N, self._draftable[0], self.vocab)
-        valid_KN = check_places(starts_N, valid_KN)
-        return summed(
-            unrolled_loss(hidden_KND, self._draftable[0].projection, rows, valid_KN, self.objective), valid_KN
-        )
+        return self.learn(features, lambda starts_N: self.unroll(features, starts_N, self.depth))
 
     def given(self, taps: Tensor, last: Tensor) -> Tensor:
         """f as it is."""
@@ -129,7 +111,7 @@ class MTPHead(RecurrentHead):
 
     def logits(self, output: Tensor) -> Tensor:
         """By the target's own projection."""
-        return self._draftable[0].read(output)
+        return self.draftable.read(output)
 
 
 def _scale_between_layers(target: FrozenTarget) -> Tensor:

@@ -21,10 +21,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import MtpModel
 
 from heads.artifact import UserError
-from heads.base import FeatureNeeds, LossSums, TargetFeatures, TargetWeights
+from heads.base import FeatureNeeds, LossSums, TargetFeatures
 from heads.cache import Block, BlockCache
-from heads.losses import Objective, unrolled_loss
-from heads.pairs import check_places, nothing_to_learn, summed, supervised_pairs, target_rows
 from heads.recurrent import Rope, SelfFedHead
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
@@ -50,12 +48,9 @@ class NativeMTPHead(SelfFedHead):
         norm_output: bool = True,
         zero_first: bool = False,
     ) -> None:
-        if depth < 1:
-            raise UserError(f"head.depth={depth} cannot be; give at least 1.")
-        arguments = {"sizes": dict(sizes), "depth": depth, "loss": loss, "decay": decay, "eta": eta}
+        how = {"depth": depth, "loss": loss, "decay": decay, "eta": eta}
         flags = {"norm_output": norm_output, "zero_first": zero_first}
-        super().__init__(needs=FeatureNeeds(), vocab=vocab, arguments=arguments | flags)
-        self.depth, self.objective = depth, Objective(kind=loss, decay=decay, eta=eta)
+        super().__init__(needs=FeatureNeeds(), vocab=vocab, **how, sizes=dict(sizes), **flags)
         self.norm_output, self.zero_first = norm_output, zero_first
         donor = _donor(sizes)
         module = MtpModel(donor, 1)
@@ -72,10 +67,6 @@ class NativeMTPHead(SelfFedHead):
         """The target's config as plain values."""
         facts: dict[str, Any] = json.loads(target.config.to_json_string())
         return facts
-
-    def attach(self, target: TargetWeights) -> None:
-        super().attach(target)
-        self._draftable = [target.over(self.vocab.ids_W)]
 
     @torch.no_grad()
     def initialise(self, target: FrozenTarget) -> None:
@@ -97,15 +88,7 @@ class NativeMTPHead(SelfFedHead):
 
     def loss(self, features: TargetFeatures) -> LossSums:
         """Unrolled loss over one packed batch (see heads.pairs.summed)."""
-        starts_N, valid_KN = supervised_pairs(features.supervised_T, features.lengths, self.depth)
-        if not len(starts_N):
-            return nothing_to_learn(self)
-        hidden_KND = self.unroll(features, starts_N, self.depth)
-        rows = target_rows(features, starts_N, self._draftable[0], self.vocab)
-        valid_KN = check_places(starts_N, valid_KN)
-        return summed(
-            unrolled_loss(hidden_KND, self._draftable[0].projection, rows, valid_KN, self.objective), valid_KN
-        )
+        return self.learn(features, lambda starts_N: self.unroll(features, starts_N, self.depth))
 
     def unroll(self, features: TargetFeatures, starts_N: Tensor, depth: int) -> Tensor:
         """One document after the other, so that no mask is larger than a document asks for."""
@@ -157,7 +140,7 @@ class NativeMTPHead(SelfFedHead):
 
     def logits(self, output: Tensor) -> Tensor:
         """By the target's own projection."""
-        return self._draftable[0].read(output)
+        return self.draftable.read(output)
 
     def _run(
         self,

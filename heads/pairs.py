@@ -1,19 +1,70 @@
-"""Which (start, pass) pairs of a packed batch are trained, and what the target says at the places they predict.
+"""What all heads learn from: (start, pass) pairs of a packed batch, and what the target says where they predict.
 
-Shared by all heads: pass k of a head that starts at slot t predicts x_{t+2+k}, and what the target has to say about it
-stands at place t + 1 + k. The module knows no head, no layer and no loss.
+Pass k of a head that starts at slot t predicts x_{t+2+k}, and what the target has to say about it stands at place
+t + 1 + k. The module knows no layer and no kind of loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from heads.base import LossSums, TargetFeatures, TargetWeights
-from heads.losses import TargetRows, UnrolledSums
+from heads.artifact import UserError
+from heads.base import DraftHead, FeatureNeeds, LossSums, Projection, TargetFeatures, TargetWeights
+from heads.losses import Objective, TargetRows, UnrolledSums, unrolled_loss
 from heads.vocab import DraftVocabulary
+
+
+class PairHead(DraftHead):
+    """A head that learns `depth` passes from each start.
+
+    depth: passes K; loss, decay, eta: see heads.losses.Objective; own: other arguments of the subclass, plain values.
+    Raises UserError on a depth or an objective that cannot be.
+    """
+
+    def __init__(
+        self,
+        *,
+        needs: FeatureNeeds,
+        vocab: DraftVocabulary,
+        depth: int,
+        loss: str,
+        decay: float | str,
+        eta: float,
+        **own: Any,
+    ) -> None:
+        if depth < 1:
+            raise UserError(f"head.depth={depth} trains nothing; give at least 1.")
+        arguments = {"depth": depth, "loss": loss, "decay": decay, "eta": eta, **own}
+        super().__init__(needs=needs, vocab=vocab, arguments=arguments)
+        self.depth, self.objective = depth, Objective(kind=loss, decay=decay, eta=eta)
+
+    def learn(
+        self, features: TargetFeatures, outputs: Callable[[Tensor], Tensor], projection: Projection | None = None
+    ) -> LossSums:
+        """The loss of one packed batch (see `summed`). outputs: from starts_N to the states [K, N, D] of all passes,
+        fed the true tokens; projection: what reads them, None for the target's own."""
+        starts_N, valid_KN = supervised_pairs(features.supervised_T, features.lengths, self.depth)
+        if not len(starts_N):
+            return nothing_to_learn(self)
+        sums = self.judged(features, starts_N, valid_KN, outputs(starts_N), projection)
+        return summed(sums, valid_KN)
+
+    def judged(
+        self,
+        features: TargetFeatures,
+        starts_N: Tensor,
+        valid_KN: Tensor,
+        hidden_KND: Tensor,
+        projection: Projection | None = None,
+    ) -> UnrolledSums:
+        """The states of all passes against what the target says where they predict (see `learn`)."""
+        check_places(starts_N, valid_KN)
+        rows = target_rows(features, starts_N, self.draftable, self.vocab)
+        return unrolled_loss(hidden_KND, projection or self.draftable.projection, rows, valid_KN, self.objective)
 
 
 def supervised_pairs(supervised_T: Tensor, lengths: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
@@ -39,12 +90,13 @@ def supervised_pairs(supervised_T: Tensor, lengths: Sequence[int], depth: int) -
     return starts_N, torch.stack(passes)[:, starts_N]
 
 
-def check_places(starts_N: Tensor, valid_KN: Tensor) -> Tensor:
-    """valid_KN, checked: pass k of start n must find its place at row n + k of the starts, as the loss assumes."""
-    for k in range(1, len(valid_KN)):
-        pairs = valid_KN[k].nonzero()[:, 0]
-        assert torch.equal(starts_N[pairs + k], starts_N[pairs] + k)
-    return valid_KN
+def check_places(starts_N: Tensor, valid_KN: Tensor) -> None:
+    """Pass k of a valid start n must find its place at row n + k of the starts, as the loss assumes."""
+    last = len(starts_N) - 1
+    pass_K1 = torch.arange(len(valid_KN), device=starts_N.device)[:, None]
+    row_KN = torch.arange(len(starts_N), device=starts_N.device) + pass_K1
+    found_KN = (row_KN <= last) & (starts_N[row_KN.clamp(max=last)] == starts_N + pass_K1)
+    assert bool((found_KN | ~valid_KN).all()), "a pass has no start at the place that it predicts"
 
 
 def target_rows(
@@ -79,8 +131,8 @@ def summed(sums: UnrolledSums, valid_KN: Tensor) -> LossSums:
 
 def nothing_to_learn(head: nn.Module) -> LossSums:
     """The loss of a batch without a supervised pair: zero, with a gradient of zero for every parameter."""
-    nothing = sum((parameter.sum() * 0.0 for parameter in head.parameters()), torch.zeros(()))
-    return LossSums(nothing, torch.zeros(()))
+    zero = next(head.parameters()).new_zeros(())
+    return LossSums(sum((parameter.sum() * 0.0 for parameter in head.parameters()), zero), zero)
 
 
 def _draft_ids(ids: Tensor, vocab: DraftVocabulary) -> Tensor:

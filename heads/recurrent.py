@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from heads.base import Committed, DraftHead, Draw, Proposal, TargetFeatures
+from heads.base import Committed, Draw, Proposal, TargetFeatures
 from heads.cache import Block, BlockCache
 from heads.layers import DraftBlock, Rotary
+from heads.pairs import PairHead
 from heads.tree_draft import Tree, draft_tree
 from heads.unrolled import Columns, unrolled_attention
 
@@ -43,7 +44,7 @@ class Slot:
     residual: Tensor
 
 
-class SelfFedHead(DraftHead):
+class SelfFedHead(PairHead):
     """Drafts by feeding on its own outcome, over a cache of the committed slots. A subclass sets `rotary` and says
     what settled slots begin with (`given`), how a block of slots is run (`slots`) and read (`logits`)."""
 
@@ -81,22 +82,22 @@ class SelfFedHead(DraftHead):
         settled, rows = list(state.cache.lengths), len(fed_BD)
         ahead_BN = torch.tensor(settled, device=fed_BD.device)[:, None] + torch.arange(depth, device=fed_BD.device)
         tables = self.rotary(fed_BD, ahead_BN)
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        for step in range(depth):
-            if step > 0:
-                rope = (tables[0][:, step - 1 : step], tables[1][:, step - 1 : step])
-                block = state.cache.place([1] * rows)
-                fed_B1D, output_B1D = self.slots(state.cache, tokens[-1][:, None], fed_BD[:, None], block, rope)
-                state.cache.keep([1] * rows)
-                fed_BD, output_BD = fed_B1D[:, 0], output_B1D[:, 0]
-            drafted_BK = torch.stack(tokens, 1) if tokens else None
-            index_B, q_BW = draw(self.logits(output_BD), drafted_BK=drafted_BK, vocab=self.vocab)
-            tokens.append(self.vocab.to_target(index_B))
-            if q_BW is not None:
-                probs.append(self.vocab.scatter(q_BW))
+
+        def step(tokens: Sequence[Tensor]) -> Tensor:
+            nonlocal fed_BD
+            if not tokens:
+                return self.logits(output_BD)
+            ahead = slice(len(tokens) - 1, len(tokens))
+            rope = (tables[0][:, ahead], tables[1][:, ahead])
+            block = state.cache.place([1] * rows)
+            fed_B1D, output_B1D = self.slots(state.cache, tokens[-1][:, None], fed_BD[:, None], block, rope)
+            state.cache.keep([1] * rows)
+            fed_BD = fed_B1D[:, 0]
+            return self.logits(output_B1D[:, 0])
+
+        proposal = self.chain(step, depth, draw)
         state.cache.forget(settled)
-        return Proposal.chain(torch.stack(tokens, 1), probs_BNV=torch.stack(probs, 1) if probs else None)
+        return proposal
 
     @torch.inference_mode()
     def propose_tree(self, state: RecurrentState, depth: int, tree: Tree) -> Proposal:

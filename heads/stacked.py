@@ -9,7 +9,7 @@ nor any file format or sampling rule.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.artifact import UserError
-from heads.base import Committed, DraftHead, Draw, FeatureNeeds, LossSums, Proposal, TargetFeatures, TargetWeights
+from heads.base import Committed, FeatureNeeds, LossSums, Projection, TargetFeatures
 from heads.layers import BlockSizes
-from heads.losses import Objective, Projection, unrolled_loss
-from heads.pairs import check_places, nothing_to_learn, summed, supervised_pairs, target_rows
+from heads.pairs import PairHead
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
 
@@ -74,7 +73,7 @@ class Settled:
         return self.last_BD, self.next_B
 
 
-class StackedHead(DraftHead):
+class StackedHead(PairHead):
     """K = depth stacks of L = blocks residual blocks; projection: one of PROJECTIONS, where own ones have neither bias
     nor cap, as servers read them; loss, decay, eta: see heads.losses.Objective; own: arguments of the subclass. Raises
     UserError on values that cannot be."""
@@ -93,25 +92,19 @@ class StackedHead(DraftHead):
         **own: Any,
     ) -> None:
         self.sizes = sizes if isinstance(sizes, BlockSizes) else BlockSizes(**sizes)
-        if depth < 1 or blocks < 1 or projection not in PROJECTIONS:
+        if blocks < 1 or projection not in PROJECTIONS:
             raise UserError(
-                f"head.depth={depth} head.blocks={blocks} head.projection={projection}: depth and blocks are at least "
-                f"1, the projection is one of {', '.join(PROJECTIONS)}."
+                f"head.blocks={blocks} head.projection={projection}: there is at least 1 block, and the projection is "
+                f"one of {', '.join(PROJECTIONS)}."
             )
-        self.objective = Objective(kind=loss, decay=decay, eta=eta)
-        arguments = {"sizes": asdict(self.sizes), "depth": depth, "blocks": blocks, "projection": projection}
-        arguments |= {"loss": loss, "decay": decay, "eta": eta, **own}
-        super().__init__(needs=FeatureNeeds(), vocab=vocab, arguments=arguments)
-        self.longest = self.depth = depth
+        how = {"depth": depth, "loss": loss, "decay": decay, "eta": eta}
+        own |= {"sizes": asdict(self.sizes), "blocks": blocks, "projection": projection}
+        super().__init__(needs=FeatureNeeds(), vocab=vocab, **how, **own)
+        self.longest = depth
         width = self.sizes.hidden_size
         self.blocks = nn.ModuleList(Stack(width, blocks) for _ in range(depth))
         own_heads = depth if projection == "own" else 0
         self.lm_heads = nn.ModuleList(nn.Linear(width, len(vocab.ids_W), bias=False) for _ in range(own_heads))
-
-    def attach(self, target: TargetWeights) -> None:
-        super().attach(target)
-        # The target's logits over the draft vocabulary need these rows only.
-        self._draftable = [target.over(self.vocab.ids_W)]
 
     @torch.no_grad()
     def initialise(self, target: FrozenTarget) -> None:
@@ -128,18 +121,8 @@ class StackedHead(DraftHead):
 
     def loss(self, features: TargetFeatures) -> LossSums:
         """Every depth at every start over one packed batch (see heads.pairs.summed)."""
-        starts_N, valid_KN = supervised_pairs(features.supervised_T, features.lengths, self.depth)
-        if not len(starts_N):
-            return nothing_to_learn(self)
-        rows = target_rows(features, starts_N, self._draftable[0], self.vocab)
-        valid_KN = check_places(starts_N, valid_KN)
-        hidden_KND = self.outputs(features, starts_N)
-        return summed(unrolled_loss(hidden_KND, self._projection(), rows, valid_KN, self.objective), valid_KN)
-
-    def _projection(self) -> Projection:
-        if self.shared:
-            return self._draftable[0].projection
-        return Projection(torch.stack(list(self.lm_heads.parameters())))
+        own = None if self.shared else Projection(torch.stack(list(self.lm_heads.parameters())))
+        return self.learn(features, lambda starts_N: self.outputs(features, starts_N), own)
 
     # ---- drafting -------------------------------------------------------------------------------------------------
 
@@ -151,18 +134,6 @@ class StackedHead(DraftHead):
     def logits(self, level: int, hidden: Tensor) -> Tensor:
         """The draft's logits [..., W] at a depth (from 0) from what its stack gave [..., D]."""
         if self.shared:
-            return self._draftable[0].read(hidden)
+            return self.draftable.read(hidden)
         logits: Tensor = self.lm_heads[level](hidden)
         return logits
-
-    def chain(self, step: Callable[[Sequence[Tensor]], Tensor], depth: int, draw: Draw) -> Proposal:
-        """`depth` tokens one after the other; step gives the logits [B, W] after those drafted so far, each [B]."""
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        for _ in range(depth):
-            drafted_BK = torch.stack(tokens, 1) if tokens else None
-            index_B, q_BW = draw(step(tokens), drafted_BK=drafted_BK, vocab=self.vocab)
-            tokens.append(self.vocab.to_target(index_B))
-            if q_BW is not None:
-                probs.append(self.vocab.scatter(q_BW))
-        return Proposal.chain(torch.stack(tokens, 1), probs_BNV=torch.stack(probs, 1) if probs else None)

@@ -7,9 +7,9 @@ import torch
 
 from heads.artifact import UserError
 from heads.eagle3 import Eagle3Head, default_taps
+from heads.kernels import reference_loss
 from heads.layers import BlockSizes
-from heads.losses import reference_loss
-from heads.pairs import supervised_pairs
+from heads.pairs import check_places, supervised_pairs
 from heads.vocab import DraftVocabulary
 from tests.recurrent_cases import check_causal, check_packed_is_alone, check_trained_is_served, documents, randomised
 from tests.tiny import features_of, load_tiny
@@ -39,6 +39,14 @@ def test_two_turn_pairs_are_exactly_those_a_decoder_reaches() -> None:
 def test_pairs_do_not_cross_documents() -> None:
     starts, valid = supervised_pairs(torch.ones(7, dtype=torch.bool), (4, 3), 2)
     assert [(int(starts[n]), k) for k, n in valid.nonzero().tolist()] == [(0, 0), (1, 0), (4, 0), (0, 1)]
+    check_places(starts, valid)
+
+
+@pytest.mark.parametrize("starts", [[0, 2, 3], [0, 1, 3], [2, 3]], ids=str)
+def test_a_pass_without_a_start_at_its_place_is_noticed(starts: list[int]) -> None:
+    """A gap in the middle, one at the end, and no further start at all."""
+    with pytest.raises(AssertionError, match="no start at the place"):
+        check_places(torch.tensor(starts), torch.ones(2, len(starts), dtype=torch.bool))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])

@@ -263,6 +263,20 @@ def test_frozen_projection_costs_one_product_less(per_pass: bool) -> None:
     assert flops[0] - flops[1] == 2 * rows * DRAFTABLE * WIDTH + 2 * rows * DRAFTABLE
 
 
+def test_without_a_gradient_to_make_the_sums_are_the_same_for_less() -> None:
+    """States that want none save a second product with the projection: what is left are the logits of both sides."""
+    of = replace(trained := problem(), projection=Projection(trained.projection.weight.detach()))
+    found = []
+    for hidden_KND in (of.hidden_KND, of.hidden_KND.detach()):
+        with FlopCounterMode(display=False) as counter:
+            sums = replace(of, hidden_KND=hidden_KND).sums(Objective())
+        found.append((sums, counter.get_total_flops()))
+    (learnt, dear), (measured, cheap) = found
+    assert torch.equal(learnt.total, measured.total) and torch.equal(learnt.overlap_KN, measured.overlap_KN)
+    assert dear - cheap == 2 * sum(STARTS - k for k in range(DEPTH)) * DRAFTABLE * WIDTH
+    assert learnt.total.requires_grad and not measured.total.requires_grad
+
+
 def test_the_target_lends_its_frozen_projection() -> None:
     weights = problem().target.weights
     lent = weights.projection
