@@ -11,8 +11,10 @@ How rounds enter, exactly:
   before the cut. Leaving it out would drop the rounds that went well (a long round is likelier to hold the
   end); counting it as short would blame the draft for the end of the text. So α and α_k take its positions as
   they are, and S(k) takes it as right-censored (product-limit estimator): at risk at depth k only up to its
-  last examined position. Without cut rounds S(k) is simply the share of rounds with k acceptances. Cut rounds
-  are also counted apart (`rounds_cut`), and the two naive means stand beside τ.
+  last examined position. Without cut rounds S(k) is simply the share of rounds with k acceptances. Where every
+  round that came to depth k was cut there, nothing is known of S(k) and of τ: they are null, not 0. That
+  happens to small slices and to single requests, which the macro mean then leaves out. Cut rounds are also
+  counted apart (`rounds_cut`), and the two naive means stand beside τ.
 * A proposal shorter than γ (prompt lookup), or none, is a round that ends where it ends. What was not
   proposed is not accepted in S(k) and τ, and not examined in α and α_k; the formula is averaged over the
   proposed lengths.
@@ -48,10 +50,12 @@ DEFINITIONS: dict[str, str] = {
     "coverage": "The target's probability on tokens the draft can propose: no alpha can be above it. coverage_of_text: "
     "the share of the text's own tokens, the ceiling for greedy decoding.",
     "survival": "S(k): share of rounds whose first k drafts were all accepted (joint, as vLLM's per-position "
-    "rate); a round cut by the end of the text is censored there (product-limit estimator).",
+    "rate); a round cut by the end of the text is censored there (product-limit estimator), and null where all rounds "
+    "that came so far are.",
     "tokens_per_round": "Measured: 1 + S(1) + ... + S(gamma), accepted drafts plus the target's own token; "
-    "the mean over rounds where no round is cut. Assumes nothing about independence.",
-    "tokens_per_round_macro": "The mean over requests of each request's own tokens per round.",
+    "the mean over rounds where no round is cut; null where some S(k) is. Assumes nothing about independence.",
+    "tokens_per_round_macro": "The mean over requests of each request's own tokens per round, where that is known: a "
+    "request whose deepest rounds were all cut by its end is left out.",
     "tokens_per_round_uncut": "Mean of accepted + 1 over rounds that are not cut; runs low, because long "
     "rounds are cut more often.",
     "tokens_per_round_text": "Tokens in the text / rounds, cut rounds with what was kept: what these very "
@@ -66,9 +70,10 @@ DEFINITIONS: dict[str, str] = {
     "same requests, resampled in pairs; where the texts are equal this is seconds without / seconds with.",
     "speedup_with_prompt": "The same over the whole request, the prompt's forward included; it falls towards 1 as "
     "prompts grow and answers shrink.",
-    "draft_cost": "c: seconds of drafting for one drafted token / seconds of plain decoding for one token, same "
-    "requests and same timed run. The first round of a request, in which a head also reads the prompt, is left "
-    "aside. Not defined for trees.",
+    "draft_cost": "Seconds of drafting for one drafted token, settling what was accepted included / seconds of plain "
+    "decoding for one token, same requests and same timed run; not the c of costs.json, the slope of a round's cost "
+    "over its drafts, which leaves aside what every round costs once. The first round of a request, in which a head "
+    "also reads the prompt, does not count. Not defined for trees.",
     "rounds_cut": "Rounds whose accepted drafts hold the end of the text (end token or length limit).",
     "looping_requests": f"Requests whose text ends in a loop of period <= {LOOP_MAX_PERIOD}, over at least "
     f"{LOOP_MIN_REPEATS} periods and {LOOP_MIN_TAIL} tokens (end token aside). Loops inflate alpha.",
@@ -149,11 +154,6 @@ def vllm_counters(traces: Sequence[RequestTrace], *, gamma: int) -> VllmCounters
         num_accepted_tokens=sum(r.server_accepted for r in drafted),
         accepted_per_pos=tuple(sum(r.server_accepted > k for r in drafted) for k in range(gamma)),
     )
-
-
-def formula_tokens_per_round(alpha: float, gamma: int) -> float:
-    """(1 − α^{γ+1}) / (1 − α), as the sum 1 + α + … + α^γ, which needs no special case at α = 1."""
-    return math.fsum(alpha**k for k in range(gamma + 1))
 
 
 def is_looping(trace: RequestTrace) -> bool:

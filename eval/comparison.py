@@ -7,7 +7,7 @@ This module knows no file: it is given the content of each run's `report.json`, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from eval.bootstrap import RESAMPLES
@@ -44,7 +44,8 @@ def compare(
     tokens per round; difference: this draft minus the first of its table over the same requests
     (`eval.paired.PairedComparison`), null for the first itself and where traces are gone; parameters, seconds and
     tokens of a head's training. A rival is taken from the first run that measured it. rankings[] says of each table
-    what it is ranked by. Raises UserError when there is no report or two of them cannot be compared.
+    what it is ranked by; machines[] says of runs whose speed was measured on different ones which, and is empty where
+    all are the same. Raises UserError when there is no report or two of them cannot be compared.
     """
     if not reports:
         raise UserError("There is no evaluated run to compare; name folders that hold a report: 'runs=[runs/mine]'.")
@@ -64,13 +65,15 @@ def compare(
             }
             for place, row in enumerate(ranked, start=1)
         ]
-        rankings.append({"dtype": dtype, "temperature": temperature, "by": measure, "load": _load(reports)})
+        load = _load(reports, dtype, temperature)
+        rankings.append({"dtype": dtype, "temperature": temperature, "by": measure, "load": load})
     made = {
         "format": FORMAT,
         "verdict": "",
         "requests": max(row["requests"] for row in _main(first)),
         "gamma": first["headline"]["gamma"],
         "target": first["target"],
+        "machines": _machines(reports, {ranking["by"] for ranking in rankings}),
         "rankings": rankings,
         "rows": rows,
         "definitions": {name: first["definitions"][name] for name in DEFINED if name in first["definitions"]},
@@ -84,7 +87,7 @@ def _check(reports: Mapping[str, Mapping[str, Any]]) -> None:
     (base_name, base), *others = ((name, _basis(report)) for name, report in reports.items())
     for name, basis in others:
         for what, value in basis.items():
-            if value != base[what]:
+            if value != base[what] and None not in (value, base[what]):
                 raise UserError(
                     f"{name} and {base_name} cannot be compared: they differ in {what} ({_short(value)} against "
                     f"{_short(base[what])}); evaluate both on the same, or leave one out of runs=."
@@ -92,13 +95,18 @@ def _check(reports: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _basis(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same in all runs."""
+    """What must be the same in all runs; None where a run knows nothing of it, or where it does not matter there."""
+    settings = report["provenance"]["config"]["eval"]
+    sampled = any(row["temperature"] > 0 for row in _main(report))
     return {
         "the held-out requests": report["traffic"]["fingerprints"]["held_out"],
         "the number of requests": max(row["requests"] for row in _main(report)),
         "the target": report["target"]["weights"],
+        "the target's tokenizer": report["target"].get("tokenizer"),
+        "the target's chat template": report["target"].get("template"),
         "eval.gamma": report["headline"]["gamma"],
-        "eval.max_new_tokens": report["provenance"]["config"]["eval"]["max_new_tokens"],
+        "eval.max_new_tokens": settings["max_new_tokens"],
+        "eval.top_p": settings.get("top_p") if sampled else None,
     }
 
 
@@ -120,16 +128,38 @@ def _key(name: str, run: Run) -> Key:
     return name, run.proposer, run.dtype, run.temperature
 
 
-def _load(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The load that all runs were asked about, if it is the same."""
-    loads = [report.get("load") for report in reports.values()]
-    asked = [{name: load[name] for name in ("batch", "context")} for load in loads if load]
-    return asked[0] if len(asked) == len(loads) and all(one == asked[0] for one in asked) else None
+def _load(reports: Mapping[str, Mapping[str, Any]], dtype: str, temperature: float) -> dict[str, Any] | None:
+    """The load that all runs were asked about in this number format at this temperature, if it is the same."""
+    served = (dtype, temperature)
+    loads = [load for report in reports.values() if (load := report.get("load"))]
+    asked = [
+        {name: load[name] for name in ("batch", "context")}
+        for load in loads
+        if (load.get("dtype"), load.get("temperature")) == served  # an older advice does not say: no prediction
+    ]
+    return asked[0] if len(asked) == len(reports) and all(one == asked[0] for one in asked) else None
+
+
+def _machines(reports: Mapping[str, Mapping[str, Any]], measures: Set[str]) -> list[str]:
+    """What each run's speed was measured on, in words, where that differs and speed is what is compared."""
+    on = {"The speed of {} was": {name: report.get("measured_on") for name, report in reports.items()}}
+    if "predicted" in measures:
+        on["The costs of {} were"] = {name: (one.get("load") or {}).get("costs") for name, one in reports.items()}
+    found = []
+    for words, machines in on.items():
+        known = {name: _machine(machine) for name, machine in machines.items()}
+        if len(set(known.values())) > 1:
+            found += [f"{words.format(name)} measured on {machine}." for name, machine in known.items()]
+    return found
+
+
+def _machine(one: Mapping[str, Any] | None) -> str:
+    return "a machine that is not recorded" if one is None else f"{one['device']} with {one['threads']} threads"
 
 
 def _block(reports: Mapping[str, Mapping[str, Any]], dtype: str, temperature: float) -> list[dict[str, Any]]:
     """The heads in one number format at one temperature, then the rivals."""
-    heads, rivals, asked = [], {}, _load(reports) is not None
+    heads, rivals, asked = [], {}, _load(reports, dtype, temperature) is not None
     nothing = {"tree": None, "predicted": None, "parameters": None, "seconds": None, "tokens": None}
     for run, report in reports.items():
         head = report["head"]
@@ -137,7 +167,7 @@ def _block(reports: Mapping[str, Mapping[str, Any]], dtype: str, temperature: fl
         tree = own.pop(tree_name(head["name"]), None)
         if (chain := own.pop(head["name"], None)) is not None:
             training = {key: head[key] for key in ("sha256", "parameters", "seconds", "tokens")}
-            predicted = report["load"]["speedup"] if asked and temperature == 0 else None
+            predicted = report["load"]["speedup"] if asked else None
             tree_only = tree and {name: tree[name] for name in ("tokens_per_round", "speedup")}
             heads.append({**_numbers(report, chain, run), "tree": tree_only, "predicted": predicted, **training})
         for name, row in own.items():

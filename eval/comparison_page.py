@@ -51,7 +51,7 @@ def _head(comparison: Mapping[str, Any]) -> str:
 def _findings(comparison: Mapping[str, Any]) -> list[str]:
     """Of the first table: where each draft is weakest, and what nothing can be said about."""
     ranking, rows = tables(comparison)[0]
-    found = [f"Ranked by {MEASURES[ranking['by']]}."]
+    found = [f"Ranked by {MEASURES[ranking['by']]}.", *comparison["machines"]]
     for one in rows:
         part = next((s for s in one["slices"] if s["slice"] == one["worst_slice"]), None)
         if part and len(one["slices"]) > 1:

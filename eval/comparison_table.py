@@ -28,7 +28,7 @@ COLUMNS = (
     Column("to the first", lambda row: behind_best(row)),
     Column("worst slice", lambda row: worst(row), wide=True),
     Column("with a tree", lambda row: row["tree"] and row["tree"]["tokens_per_round"]),
-    Column("c", lambda row: row["draft_cost"] and number(row["draft_cost"]["value"])),
+    Column("draft cost", lambda row: row["draft_cost"] and number(row["draft_cost"]["value"])),
     Column("speed", lambda row: row["speedup"]),
     Column("speed with a tree", lambda row: row["tree"] and row["tree"]["speedup"], wide=True),
     Column("params", lambda row: _count(row["parameters"])),
@@ -37,8 +37,9 @@ COLUMNS = (
 )
 LEGEND = (
     "Intervals: 95 %, resampled by request. α: accepted of the examined drafts, chain. tokens a round: the target's "
-    "own included. c: seconds of drafting per drafted token over seconds of plain decoding per token, measured in one "
-    "timed run. speed: tokens/s of decoding against plain decoding. to the first: tokens a round less those of the "
+    "own included. draft cost: seconds of drafting, settling what was accepted included, per drafted token over "
+    "seconds of plain decoding per token, measured in one timed run (not the c of costs.json, which is what one more "
+    "draft adds). speed: tokens/s of decoding against plain decoding. to the first: tokens a round less those of the "
     "table's first draft, over the same requests, resampled in pairs. worst slice: the kind of traffic with the fewest "
     "tokens a round. predicted: speed at the load that was asked about, from measured costs."
 )
@@ -95,7 +96,8 @@ def to_markdown(comparison: Mapping[str, Any]) -> str:
 def _notes(comparison: Mapping[str, Any]) -> list[str]:
     """What stands below the tables."""
     modified = comparison["target"].get("modified")
-    return [LEGEND] if modified is None else [LEGEND, "", f"{modified.capitalize()}."]
+    notes = [LEGEND, *map(cell, comparison["machines"]), *([] if modified is None else [f"{modified.capitalize()}."])]
+    return [line for note in notes for line in ("", note)][1:]
 
 
 def _line(cells: Iterable[str]) -> str:

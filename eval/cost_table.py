@@ -54,7 +54,11 @@ class CostCell:
 
     @property
     def fit(self) -> tuple[float, float, float]:
-        """(s, c, overhead) of round(γ) = 1 + s·γ + c·γ + overhead, by least squares over the measured γ."""
+        """(s, c, overhead) of round(γ) = 1 + s·γ + c·γ + overhead, by least squares over the measured γ.
+
+        c is what one more draft costs: what drafting costs once a round stands in overhead. The report's `draft_cost`
+        is another number: all of drafting, shared out over the drafted tokens.
+        """
         gammas = [one.gamma for one in self.rounds]
         if len(gammas) == 1:
             one = self.rounds[0]

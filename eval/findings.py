@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from eval.report import find_rows, headline_rows
-from eval.report_table import gap_text, loops, number, with_interval
+from eval.report_table import gap_text, loops, number, setting, with_interval
 
 Row = Mapping[str, Any]
 
@@ -56,4 +56,5 @@ def _load_finding(load: Row) -> str:
     if load["gamma"] == 0:
         return f"{where} no draft is expected to pay: decode plainly there.{stop}"
     expected = f"γ = {load['gamma']} is expected to be best, {with_interval(load['speedup'])} times as fast"
-    return f"{where} {expected} as plain decoding, predicted from measured costs.{stop}"
+    served = f", {setting(load)}" if "dtype" in load else ""  # an older advice does not say
+    return f"{where} {expected} as plain decoding, predicted from measured costs{served}.{stop}"

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from eval.report import Run, find_rows
+from eval.suite import Task
 from eval.trace import RequestTrace, parse_traces
 
 _COUNTED = ("requests", "rounds", "accepted", "tokens")
 
 
-def kept_runs(folder: str | Path, report: Mapping[str, Any]) -> list[Run]:
+def kept_runs(folder: str | Path, report: Mapping[str, Any], **wanted: Any) -> list[Run]:
     """The runs of `report.json`, out of the traces beside it in `folder`; without those that are gone or of another
-    evaluation or version."""
+    evaluation or version. wanted: only rows with these values."""
     runs = []
-    for row in find_rows(report, slice="all"):
-        name = f"{row['proposer']}-{row['dtype']}-T{row['temperature']:g}-g{row['gamma']}"  # as eval.suite.Task
-        path = Path(folder) / "traces" / f"{name}.jsonl"
+    for row in find_rows(report, slice="all", **wanted):
+        task = Task(row["proposer"], row["dtype"], row["temperature"], row["gamma"])
+        path = Path(folder) / "traces" / f"{task.name}.jsonl"
         if path.is_file() and (run := _read(path, row)) is not None:
             runs.append(run)
     return runs

@@ -2,20 +2,28 @@
 
 The batches of `eval.decode` are not refilled: a finished row idles, at full cost, until the last one has finished. A
 server fills its place. So the measured rate is that of a batch whose rows all work: tokens per round of a row, times
-rows, times rounds of the batch per second. This module takes traces and costs; it decodes nothing itself.
+rows, times rounds of the batch per second. Tokens per round are those of `eval.acceptance`, in what is measured as in
+what is predicted: a server's next request does not cut a round, so a round cut by the end of a text is censored.
+
+This module takes traces and costs; it decodes nothing itself.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from eval.cost_table import Costs
 from eval.decode import DecodeSettings, Proposer, Request, decode
 from eval.speedup import Yield, best
+from eval.tally import numbers, tally, weigh
 from eval.trace import RequestTrace
+from heads.artifact import UserError
 from heads.target import FrozenTarget
 
 
@@ -108,11 +116,26 @@ def _rate(groups: Sequence[Sequence[RequestTrace]], batch: int, gamma: int) -> M
     traces = [trace for group in groups for trace in group]
     seconds = sum(max(trace.decoding_seconds for trace in group) for group in groups)
     passes = sum(max(len(trace.rounds) for trace in group) for group in groups)
-    tokens, rounds = sum(trace.decoded_tokens for trace in traces), sum(len(trace.rounds) for trace in traces)
+    rounds = sum(len(trace.rounds) for trace in traces)
     # Where a row stands, on average over its rounds: behind its prompt and half of its answer.
     context = sum((trace.prompt_length + len(trace.tokens) / 2) * len(trace.rounds) for trace in traces) / rounds
-    each = tokens / rounds
-    return Measured(batch, gamma, context, each, batch * each * passes / seconds, tokens / seconds)
+    each = _tokens_per_round(traces, gamma)
+    as_decoded = sum(trace.decoded_tokens for trace in traces) / seconds
+    return Measured(batch, gamma, context, each, batch * each * passes / seconds, as_decoded)
+
+
+def _tokens_per_round(traces: Sequence[RequestTrace], gamma: int) -> float:
+    whole = weigh(tally(traces, {}, gamma), np.ones((1, len(traces))))
+    return _known(float(numbers(whole)["tokens_per_round"][0, 0]), gamma)
+
+
+def _known(tau: float | None, gamma: int) -> float:
+    if tau is None or math.isnan(tau):
+        raise UserError(
+            f"At draft length {gamma} every round that came far was cut by the end of its text; "
+            f"decode longer ones with eval.max_new_tokens=…."
+        )
+    return tau
 
 
 def compare_rates(measured: Sequence[Measured], costs: Costs, taus: Yield) -> Comparison:
@@ -120,8 +143,7 @@ def compare_rates(measured: Sequence[Measured], costs: Costs, taus: Yield) -> Co
     rows = []
     for one in measured:
         round_seconds = costs.step_seconds(one.batch, one.context) * costs.round_cost(one.batch, one.context, one.gamma)
-        tau = taus.by_gamma[one.gamma].value
-        assert tau is not None, "requests without a round"
+        tau = _known(taus.by_gamma[one.gamma].value, one.gamma)
         rows.append(Compared(one, one.batch * tau / round_seconds, one.batch * one.tokens_per_round / round_seconds))
     plain = {row.measured.batch: row.error for row in rows if row.measured.gamma == 0}
     rows = [

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 PLAIN = "none"  # the proposer of plain decoding
-UNTRAINED = (PLAIN, "prompt_lookup")
 WIDEST = ("float64", "float32")
 SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
@@ -57,16 +56,21 @@ def build_report(
     traffic: Mapping[str, Any],
     provenance: Mapping[str, Any],
     samples: Sequence[Mapping[str, Any]] = (),
+    teacher_forced: Mapping[str, Any] | None = None,
     load: Mapping[str, Any] | None = None,
+    key: str | None = None,
+    measured_on: Mapping[str, Any] | None = None,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> dict[str, Any]:
     """The content of `report.json`.
 
-    The first run of a trained head at temperature 0 is the headline: the caller's order decides. `traffic`
-    may say `held_out` (bool): the head has not seen these requests; `target`, `head` and `traffic` may say
-    `name`. The rest of them is shown as it comes. samples: see `eval.samples`. load: what the head is expected
-    to do on a loaded server (`eval.speedup.Advice.to_json`).
+    The first run of the head, by its `name`, at temperature 0 is the headline, of any draft where there is none
+    of the head: the caller's order decides. `traffic` may say `held_out` (bool): the head has not seen these
+    requests; `target`, `head` and `traffic` may say `name`. The rest of them is shown as it comes. samples: see
+    `eval.samples`. teacher_forced: `eval.teacher.TeacherGap.to_json` with its dtype and gamma. load: what the head
+    is expected to do on a loaded server (`eval.speedup.Advice.to_json`). key: what identifies the evaluation
+    (`eval.suite.Suite.key`). measured_on: device and threads of what was timed.
     """
     if not runs:
         raise ValueError("There is nothing to report: no run was evaluated; evaluate at least one proposer.")
@@ -75,17 +79,21 @@ def build_report(
     for run in runs:
         assert len({t.request_id for t in run.traces}) == len(run.traces), f"{run.proposer}: a request twice"
     results = [row for run in runs for row in _rows(run, _baseline(run, runs), resamples=resamples, seed=seed)]
+    name = (head or {}).get("name")
     report: dict[str, Any] = {
         "format": FORMAT,
         "verdict": "",
-        "headline": _headline(runs),
+        "key": key,
+        "measured_on": dict(measured_on) if measured_on is not None else None,
+        "headline": _headline(runs, name),
         "target": dict(target),
         "head": dict(head) if head is not None else None,
         "traffic": dict(traffic),
         "results": results,
         "identity": _identity(runs),
         "samples": list(samples),
-        "formula": _formula(runs, resamples=resamples, seed=seed),
+        "formula": _formula(headline_run(runs, name), runs, resamples=resamples, seed=seed),
+        "teacher_forced": dict(teacher_forced) if teacher_forced is not None else None,
         "load": dict(load) if load is not None else None,
         "definitions": dict(DEFINITIONS),
         "provenance": dict(provenance),
@@ -96,9 +104,8 @@ def build_report(
     return report
 
 
-def _formula(runs: Sequence[Run], *, resamples: int, seed: int) -> dict[str, Any] | None:
+def _formula(chosen: Run, runs: Sequence[Run], *, resamples: int, seed: int) -> dict[str, Any] | None:
     """The formula against the headline's draft, in the number format where most draft lengths were decoded."""
-    chosen = headline_run(runs)
     own = [r for r in runs if (r.proposer, r.temperature) == (chosen.proposer, chosen.temperature)]
     lengths = {
         dtype: {r.gamma: r.traces for r in own if r.dtype == dtype} for dtype in dict.fromkeys(r.dtype for r in own)
@@ -186,15 +193,15 @@ def _identity(runs: Sequence[Run]) -> dict[str, Any]:
     return proof
 
 
-def headline_run(runs: Sequence[Run]) -> Run:
-    """The run that the verdict speaks of."""
-    trained = [r for r in runs if r.proposer not in UNTRAINED] or list(runs)
-    greedy = [r for r in trained if r.temperature == 0] or trained
-    return greedy[0]
+def headline_run(runs: Sequence[Run], head: str | None) -> Run:
+    """The run that the verdict speaks of: the head's, by its name, else a rival's."""
+    own, drafts = [r for r in runs if r.proposer == head], [r for r in runs if r.proposer != PLAIN]
+    wanted = own or drafts or list(runs)
+    return next((r for r in wanted if r.temperature == 0), wanted[0])
 
 
-def _headline(runs: Sequence[Run]) -> dict[str, Any]:
-    proposer, dtype, temperature, gamma = _key(headline_run(runs))
+def _headline(runs: Sequence[Run], head: str | None) -> dict[str, Any]:
+    proposer, dtype, temperature, gamma = _key(headline_run(runs, head))
     return {"proposer": proposer, "dtype": dtype, "temperature": temperature, "gamma": gamma}
 
 
@@ -224,7 +231,7 @@ def verdict(report: Mapping[str, Any]) -> str:
     traffic = where[report["traffic"].get("held_out")]
     if first["proposer"] == PLAIN:
         return f"Plain decoding on {traffic}, without a draft: one token per pass of the target."
-    who = first["proposer"] if first["proposer"] in UNTRAINED else "the head"
+    who = "the head" if first["proposer"] == (report["head"] or {}).get("name") else first["proposer"]
     sentence = (
         f"At γ = {first['gamma']} with {who}, every pass of the target yields "
         f"{_number(first['tokens_per_round']['value'])} tokens on average on {traffic}, instead of 1"

@@ -5,11 +5,13 @@ Reads the dictionary of `eval.report` and nothing else; computes no number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from eval.elsewhere import CAPTION, HEAD, NAMES
 from eval.findings import findings
 from eval.page_parts import flat
+from eval.report_depths import depth_tables
 from eval.report_table import cell, to_markdown
 
 
@@ -21,6 +23,7 @@ def whole_markdown(report: Mapping[str, Any]) -> str:
         to_markdown(report),
         *(f"* {cell(sentence)}" for sentence in findings(report)),
         "",
+        *_depths(report),
         "## Is the text the same?",
         "",
         *_identity(report),
@@ -29,11 +32,28 @@ def whole_markdown(report: Mapping[str, Any]) -> str:
         "",
         *(f"* `{name}`: {cell(meaning)}" for name, meaning in report["definitions"].items()),
         "",
+        f"{CAPTION}:",
+        "",
+        *_table(HEAD, NAMES),
+        "",
         "## Where this comes from",
         "",
         *_provenance(report),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _depths(report: Mapping[str, Any]) -> Iterable[str]:
+    tables = depth_tables(report)
+    yield from ("## Acceptance by depth", "") if tables else ()
+    for one in tables:
+        yield from (cell(one.caption), "", *_table(one.head, one.rows), "")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    yield from (f"| {' | '.join(map(cell, row))} |" for row in rows)
 
 
 def _identity(report: Mapping[str, Any]) -> Iterable[str]:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
 
+from eval.elsewhere import CAPTION, HEAD, NAMES
 from eval.findings import findings
 from eval.page_parts import definitions, document, facts, row, section, table, tile
 from eval.report import WIDEST, headline_rows, proof_rows
+from eval.report_depths import depth_tables
 from eval.report_figures import figures
 from eval.report_samples import samples
 from eval.report_table import (
@@ -40,7 +42,7 @@ def render_page(report: Row) -> str:
         section("Texts, token by token", shown) if (shown := samples(report)) else "",
         section("All numbers", _numbers(report)),
         section("Is the text the same?", _identity(report)),
-        section("What the words mean", definitions(report["definitions"])),
+        section("What the words mean", definitions(report["definitions"]) + _elsewhere()),
         section("Where this comes from", _provenance(report)),
     ]
     return document(title, "".join(sections))
@@ -130,7 +132,12 @@ def _numbers(report: Row) -> str:
         "intervals per depth, counts as vLLM shows them, everything without the looping requests) is in "
         "report.json, under the names explained below."
     )
-    return "".join(tables) + f'<p class="note">{note}</p>'
+    deep = [table(one.head, map(row, one.rows), one.caption) for one in depth_tables(report)]
+    return "".join([*tables, *deep]) + f'<p class="note">{note}</p>'
+
+
+def _elsewhere() -> str:
+    return table(HEAD, map(row, NAMES), CAPTION)
 
 
 def _identity(report: Row) -> str:

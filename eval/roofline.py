@@ -3,18 +3,21 @@
 One pass of a model over n tokens for each of B requests takes
     weights / bandwidth + 2 · parameters · B · n / FLOP/s + B · context · kv / bandwidth + launch.
 The classical roofline takes the larger of the first two; near the ridge, where batches of drafts live, kernels reach
-neither bound, so their sum is taken, which is the cautious side: it never promises more than the roofline. Memory
-capacity, the network between several GPUs and the prompt's own pass are left out. This module measures nothing.
+neither bound, so seconds are their sum, the slower of both. A round in plain steps is the worse of both ratios: their
+sum makes a plain step slower too, which flatters drafts where arithmetic is what is waited for. So neither tokens per
+second nor speed-ups are above what the roofline says. Memory capacity, the network between several GPUs and the
+prompt's own pass are left out. This module measures nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from heads.artifact import UserError
 
 MEMORY_SHARE, COMPUTE_SHARE = 0.8, 0.6  # of the data sheet that good kernels reach
+PASSES = ("each", "one")
 LAUNCH_MS = 0.5  # of one pass, whatever it computes: scheduling, launches, sampling
 NVIDIA: Mapping[str, tuple[float, float]] = {
     "h200": (4.8, 989),
@@ -23,6 +26,8 @@ NVIDIA: Mapping[str, tuple[float, float]] = {
     "l4": (0.3, 121),
 }
 """TB/s and dense bf16 TFLOP/s of the data sheets; SXM boards, 80 GB for a100 and h100."""
+
+Bound = Callable[[tuple[float, float]], float]  # of the seconds for reading and computing: their sum, or the larger
 
 
 @dataclass(frozen=True)
@@ -58,18 +63,29 @@ class Reader:
 
 
 @dataclass(frozen=True)
+class DraftReader(Reader):
+    """A draft. passes: "each" drafted token takes a pass of its own, or "one" drafts them all, as with parallel heads
+    on one shared projection. Raises UserError."""
+
+    passes: str = "each"
+
+    def __post_init__(self) -> None:
+        if self.passes not in PASSES:
+            raise UserError(f"draft_size.passes={self.passes} is unknown; choose {' or '.join(PASSES)}.")
+
+
+@dataclass(frozen=True)
 class Roofline:
     """Costs of target and draft on a GPU, in the way of `eval.cost_table.Costs`."""
 
     gpu: Gpu
     target: Reader
-    draft: Reader
+    draft: DraftReader
     launch_ms: float = LAUNCH_MS
 
     def pass_seconds(self, model: Reader, batch: float, tokens: int, context: float) -> float:
         """Seconds of one pass over so many tokens for every request of the batch."""
-        reading, computing = self._parts(model, batch, tokens, context)
-        return reading + computing + self.launch_ms / 1e3
+        return self._seconds(sum, model, batch, tokens, context)
 
     def bound(self, batch: float, context: float, gamma: int) -> str:
         """What the target's pass over 1 + γ tokens waits for most: "memory" or "compute"."""
@@ -85,11 +101,16 @@ class Roofline:
 
     def round_cost(self, batch: float, context: float, gamma: int) -> float:
         """Plain target steps that a round with γ drafts takes."""
-        if gamma == 0:
-            return 1.0
-        drafting = gamma * self.pass_seconds(self.draft, batch, 1, context)
-        whole = drafting + self.pass_seconds(self.target, batch, 1 + gamma, context)
-        return whole / self.step_seconds(batch, context)
+        return max(self._round_cost(bound, batch, context, gamma) for bound in (sum, max)) if gamma else 1.0
+
+    def _round_cost(self, bound: Bound, batch: float, context: float, gamma: int) -> float:
+        passes, each = (gamma, 1) if self.draft.passes == "each" else (1, gamma)
+        drafting = passes * self._seconds(bound, self.draft, batch, each, context)
+        verifying = self._seconds(bound, self.target, batch, 1 + gamma, context)
+        return (drafting + verifying) / self._seconds(bound, self.target, batch, 1, context)
+
+    def _seconds(self, bound: Bound, model: Reader, batch: float, tokens: int, context: float) -> float:
+        return bound(self._parts(model, batch, tokens, context)) + self.launch_ms / 1e3
 
     def step_seconds(self, batch: float, context: float) -> float:
         """Seconds of a plain target step."""

@@ -92,7 +92,7 @@ def _extended(survival_BK: FloatArray, depth: int) -> FloatArray:
 def _summed(survival: Sequence[Mapping[str, float | None]], gamma: int) -> Estimate:
     bounds: list[float | None] = []
     for name in ("value", "low", "high"):
-        column = [one[name] for one in survival]
+        column = [one[name] for one in survival[:gamma]]
         known = [value for value in column if value is not None]
         whole = len(known) == len(column)
         bounds.append(1 + float(_extended(np.array([known]), gamma).sum()) if whole else None)
@@ -115,12 +115,15 @@ class Expectation:
 class Advice:
     """The γ with the most expected tokens per second at a load; 0: do not speculate there.
 
-    rows: every γ at the load; stops_paying: the smallest batch at this context from which γ = 0 is best (None: not up
-    to `largest`, the largest batch looked at); table: the best γ at other batches and contexts.
+    dtype, temperature: of the acceptance; rows: every γ at the load; stops_paying: the smallest batch at this context
+    from which on γ = 0 is best, up to `largest`, the largest batch looked at (None: not even there); table: the best γ
+    at other batches and contexts.
     """
 
     batch: float
     context: float
+    dtype: str
+    temperature: float
     gamma: int
     speedup: Estimate
     tokens_per_second: Estimate
@@ -173,8 +176,11 @@ def advise(
     context: float,
     batches: Sequence[int],
     contexts: Sequence[int],
+    dtype: str,
+    temperature: float,
 ) -> Advice:
-    """The advice for one load; batches and contexts: of the table, and how far the batch may grow."""
+    """The advice for one load; batches and contexts: of the table, and how far the batch is followed; dtype and
+    temperature: of the runs behind `taus`."""
     rows = expect(costs, taus, batch, context)
     chosen = _best(rows)
     notes = costs.reach(batch, context, max(chosen.gamma, 1))
@@ -188,8 +194,6 @@ def advise(
         notes.append(f"about {needed} held-out requests instead of {taus.requests} would make it ±{PRECISE:.0%}")
     if chosen.gamma == len(rows) - 1:
         notes.append(f"γ {chosen.gamma} is the longest looked at; a longer one may be better still")
-    largest = max(batches)
-    paying = (n for n in range(1, largest + 1) if best(costs, taus, n, context).gamma == 0)
     table = tuple(
         BestAt(b, c, found.gamma, found.speedup)
         for b in batches
@@ -199,16 +203,28 @@ def advise(
     return Advice(
         batch=batch,
         context=context,
+        dtype=dtype,
+        temperature=temperature,
         gamma=chosen.gamma,
         speedup=chosen.speedup,
         tokens_per_second=chosen.tokens_per_second,
         rows=tuple(rows),
-        stops_paying=next(paying, None),
-        largest=largest,
+        stops_paying=_stops_paying(costs, taus, batches, context),
+        largest=max(batches),
         table=table,
         intervals_from=taus.source,
         notes=tuple(notes),
     )
+
+
+def _stops_paying(costs: Costs, taus: Yield, batches: Sequence[int], context: float) -> int | None:
+    """The smallest batch from which on, up to the largest, no draft length pays."""
+    stops = None
+    for batch in range(max(batches), min(batches) - 1, -1):
+        if best(costs, taus, batch, context).gamma > 0:
+            break
+        stops = batch
+    return stops
 
 
 def _scaled(one: Estimate, factor: float) -> Estimate:

@@ -50,8 +50,7 @@ def numbers(sums: Tally) -> dict[str, FloatArray]:
     with np.errstate(invalid="ignore", divide="ignore"):
         alpha = _total(sums.accepted_RK) / _total(sums.examined_RK)
         rounds = _total(sums.lengths_RN)
-        step = sums.accepted_RK / np.maximum(sums.at_risk_RK, 1e-9)  # nobody at risk: nobody accepted either
-        survival = np.where(rounds > 0, np.cumprod(step, axis=-1), np.nan)
+        survival = np.where(rounds > 0, _survival(sums.accepted_RK, sums.at_risk_RK), np.nan)
         tau = 1 + _total(survival)
         powers = np.nan_to_num(alpha) ** np.arange(sums.lengths_RN.shape[-1])
         formula = _total(sums.lengths_RN * np.cumsum(powers, axis=-1)) / rounds
@@ -72,6 +71,16 @@ def numbers(sums: Tally) -> dict[str, FloatArray]:
             "speedup_with_prompt": whole / plain_whole,
             "draft_cost": sums.draft_R2[:, :1] / sums.draft_R2[:, 1:] * plain_decoding,
         }
+
+
+def _survival(accepted_RK: FloatArray, at_risk_RK: FloatArray) -> FloatArray:
+    """The product-limit estimator. Nobody at risk at a depth: 0 where all had ended before it, and unknown (NaN) where
+    those that had come so far were all cut there."""
+    observed_RK = at_risk_RK > 0
+    step_RK = np.divide(accepted_RK, at_risk_RK, out=np.ones_like(accepted_RK), where=observed_RK)
+    survival_RK = np.cumprod(step_RK, axis=-1)
+    unknown: FloatArray = np.where(observed_RK | (survival_RK == 0), survival_RK, np.nan)
+    return unknown
 
 
 def _total(values: FloatArray) -> FloatArray:

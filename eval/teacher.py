@@ -23,6 +23,8 @@ from eval.trace import RequestTrace
 from heads.base import DraftHead, TargetFeatures, wide
 from heads.target import FrozenTarget
 
+CHUNK = 256  # places whose logits are held at once
+
 
 @dataclass(frozen=True)
 class TeacherCounts:
@@ -77,16 +79,13 @@ def _count(target: FrozenTarget, head: DraftHead, prompt: Sequence[int], trace: 
     ids_T = torch.tensor([*prompt, *trace.tokens], device=target.device)
     output = target.forward(ids_T[None], taps=head.needs.taps)
     last_TD, taps_TE = output.last_BTD[0], output.taps_BTE[0]
-    logits_TV = wide(target.logits(last_TD))
-    lse_T = logits_TV.logsumexp(-1)
     supervised_T = torch.arange(len(ids_T), device=target.device) >= len(prompt)
-    features = TargetFeatures(ids_T, supervised_T, (len(ids_T),), taps_TE, last_TD, lse_T.float())
     draftable_V = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
     draftable_V[head.vocab.ids_W.to(target.device)] = True
-    # The first token comes out of the prompt's forward and is nobody's draft.
-    written = slice(len(prompt), len(ids_T) - 1)
-    inside_V = draftable_V[: logits_TV.shape[1]]
-    covered_T = (logits_TV[written].softmax(-1) * inside_V).sum(-1)
+    lse_T = torch.zeros(len(ids_T), device=target.device)
+    lse_T[len(prompt) - 1 :], covered_T = _said(target, last_TD[len(prompt) - 1 :], draftable_V)
+    covered_T = covered_T[1:-1]  # the answer's first token is nobody's draft, and behind its last comes nothing
+    features = TargetFeatures(ids_T, supervised_T, (len(ids_T),), taps_TE, last_TD, lse_T)
     right, reached = _acceptance(head, features)
     return TeacherCounts(
         request_id=trace.request_id,
@@ -96,6 +95,18 @@ def _count(target: FrozenTarget, head: DraftHead, prompt: Sequence[int], trace: 
         inside=int(draftable_V[ids_T[len(prompt) + 1 :]].sum()),
         places=len(covered_T),
     )
+
+
+def _said(target: FrozenTarget, last_TD: Tensor, draftable_V: Tensor) -> tuple[Tensor, Tensor]:
+    """log Σ exp of the logits and the probability on draftable tokens, [T] each, of CHUNK places at a time: all logits
+    of a long answer at once may not fit into memory."""
+    parts = []
+    for part_TD in last_TD.split(CHUNK):
+        logits_TV = wide(target.logits(part_TD))
+        inside_V = draftable_V[: logits_TV.shape[1]]
+        parts.append((logits_TV.logsumexp(-1).float(), (logits_TV.softmax(-1) * inside_V).sum(-1)))
+    lse, covered = zip(*parts, strict=True)
+    return torch.cat(lse), torch.cat(covered)
 
 
 def _acceptance(head: DraftHead, features: TargetFeatures) -> tuple[tuple[float, ...], tuple[float, ...]]:

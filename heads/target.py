@@ -31,6 +31,11 @@ from heads.packed import group_attention, pack_linears
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 _WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin")
+# What a template raises, which is a program: its own refusal, or what comes of a value that it did not expect.
+TEMPLATE_FAULTS = (
+    *(TemplateError, ArithmeticError, AttributeError, LookupError),
+    *(RecursionError, TypeError, ValueError),
+)
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 18
 
 
@@ -261,7 +266,7 @@ def render(
     """Token ids of a conversation up to where the assistant's next turn begins, by the tokenizer's own template.
 
     template: what else the template is given, by name.
-    Raises UserError when the tokenizer has no chat template or the template refuses the conversation.
+    Raises UserError when the tokenizer has no chat template, or the template refuses the conversation or fails on it.
     """
     if tokenizer.chat_template is None:
         raise UserError(
@@ -275,11 +280,12 @@ def render(
             return_dict=False,
             **(template or {}),
         )
-    except TemplateError as error:
+    except TEMPLATE_FAULTS as error:
+        own = isinstance(error, TemplateError)
         raise UserError(
-            f"The chat template of {tokenizer.name_or_path} refuses a conversation with the roles "
-            f"{', '.join(str(message.get('role')) for message in messages)} ({error}); "
-            f"leave it out or change the template."
+            f"The chat template of {tokenizer.name_or_path} {'refuses' if own else 'fails on'} a conversation with the "
+            f"roles {', '.join(str(message.get('role')) for message in messages)} "
+            f"({error if own else f'{type(error).__name__}: {error}'}); leave it out or change the template."
         ) from error
     return [int(index) for index in ids]
 

@@ -46,12 +46,19 @@ def bench_cost(cfg: DictConfig) -> None:
         )
 
     facts = read_manifest(head_dir, "head")
-    device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu"
-    where = {"device": device, "threads": torch.get_num_threads(), "dtype": dtype, "repeats": plan.repeats}
+    where = {**machine(cfg), "dtype": dtype, "repeats": plan.repeats}
     what = {"head": facts["sha256"], "target": facts["target"]["weights"]}
     table = CostTable(measure_costs(target, head, plan, tell), {**what, **where, "provenance": provenance(plain(cfg))})
     write_json(Path(cfg.run_dir) / "costs.json", table.to_json())
     print(f"\nThe costs: {Path(cfg.run_dir) / 'costs.json'}", flush=True)
+
+
+def machine(cfg: DictConfig) -> dict[str, Any]:
+    """On what this config measures."""
+    import torch
+
+    device = torch.cuda.get_device_name() if cfg.target.device != "cpu" and torch.cuda.is_available() else "cpu"
+    return {"device": device, "threads": torch.get_num_threads()}
 
 
 def read_costs(path: Path) -> CostTable:
@@ -62,6 +69,39 @@ def read_costs(path: Path) -> CostTable:
     if not path.is_file():
         raise UserError(f"{path} is not there; measure the costs first: python -m scripts.bench bench=cost name=….")
     return CostTable.from_json(json.loads(path.read_text()))
+
+
+def costs_identity(path: Path) -> dict[str, Any]:
+    """Where costs lie and what identifies their content, and on what they were measured."""
+    from heads.artifact import sha256_file
+
+    facts = read_costs(path).facts
+    return {"path": str(path), "sha256": sha256_file(path), "device": facts["device"], "threads": facts["threads"]}
+
+
+def kept_load(report: Path, head: str, key: str) -> tuple[dict[str, Any] | None, str]:
+    """The advice in an earlier report, for an evaluation that replaces it, and what there is to say of it.
+
+    It is kept where head, traces (by the key of the evaluation) and costs are those that it rests on.
+    """
+    from heads.artifact import sha256_file
+
+    if not report.is_file() or not (load := (before := read_report(report)).get("load")):
+        return None, ""
+    costs = load.get("costs") or {"path": "", "sha256": None}  # an older version did not say
+    file = Path(costs["path"])
+    holds = {
+        "head": before["head"]["sha256"] == head,
+        "evaluation": before.get("key") == key,
+        "costs": file.is_file() and sha256_file(file) == costs["sha256"],
+    }
+    if all(holds.values()):
+        return dict(load), ""
+    changed = ", ".join(what for what, same in holds.items() if not same)
+    return (
+        None,
+        f"The earlier report's advice is dropped, it rests on another {changed}; run scripts.advise again.",
+    )
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -75,11 +115,11 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def bench_prediction(cfg: DictConfig) -> None:
     """Decode at every γ and batch, hold the rates against the prediction, write run_dir/prediction.json."""
+    from eval.advice import acceptance
     from eval.decode import DecodeSettings
     from eval.prediction import compare_rates, measure_rates
     from heads.artifact import UserError, provenance, write_json
     from heads.checkpoint import load_head
-    from scripts.advise import acceptance
     from scripts.drafters import ready_head
     from scripts.prompts import some_requests
 
@@ -91,7 +131,8 @@ def bench_prediction(cfg: DictConfig) -> None:
     run_dir, head_dir = Path(cfg.run_dir), Path(cfg.head_dir)
     costs = read_costs(run_dir / "costs.json")
     dtype = costs.facts["dtype"]
-    taus = acceptance(run_dir / "report" / "report.json", dtype=dtype, temperature=0.0, max_gamma=max(gammas))
+    report = read_report(run_dir / "report" / "report.json")
+    taus = acceptance(report, run_dir / "report", dtype=dtype, temperature=0.0, max_gamma=max(gammas)).taus
     load_head(head_dir).check_depth(max(gammas), "bench.gammas")
     requests = some_requests(cfg, cfg.bench.requests, "bench.requests", least=max(batches))
     print(f"bench     predicted against measured tokens/s of {head_dir} in {dtype}", flush=True)

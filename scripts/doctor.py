@@ -121,7 +121,7 @@ def sizes_of(cfg: DictConfig, name: str, target: FrozenTarget) -> HeadSizes:
     make = build(cfg, "head", _partial_=True)
     with torch.device("meta"):
         head = make(sizes=make.func.sizes_of(target), vocab=vocab)
-    return HeadSizes.of(name, head, target.hidden_size)
+    return HeadSizes.of(name, head)
 
 
 @script("doctor")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from scripts.common import load_target, script
+from scripts.costs import kept_load, machine
 from scripts.drafters import plan_tree, proposers, within_reach
 from scripts.prompts import held_out_requests, tokenizer_of
 from scripts.rivals import build_rivals, rivals_identity
@@ -67,20 +68,26 @@ def run(cfg: DictConfig) -> None:
         )
         runs = suite.run([name, *map(str, cfg.rivals)])
         taught = teacher_forced(cfg, runs, requests, folder / "teacher.json", suite.key, steps)
+    load, dropped = kept_load(folder / FILES[0], head_facts["sha256"], suite.key)
     report = build_report(
         runs=runs,
         target={"path": cfg.target.path, **head_facts["target"]},
         head={key: head_facts.get(key) for key in HEAD_FACTS},
         traffic={"name": traffic["reader"]["reader"], "held_out": True, "fingerprints": traffic["fingerprints"]},
         provenance=provenance(plain(cfg)),
-        samples=_samples(cfg, runs, requests),
+        samples=_samples(cfg, runs, requests, name),
+        teacher_forced=taught,
+        load=load,
+        key=suite.key,
+        measured_on=machine(cfg),
     )
-    report["teacher_forced"] = taught
     write_report(folder, report)
     write_manifest(folder, "report", {"files": list(FILES), "verdict": report["verdict"]}, plain(cfg))
     track(cfg, folder, report)
     Console().print(render_table(report))
     print(f"\n{report['verdict']}\nThe report to look at: {folder / 'report.html'}", flush=True)
+    if dropped:
+        print(dropped, flush=True)
 
 
 def _identity(cfg: DictConfig, head: dict[str, Any], tree: DynamicTree | Measuring | None) -> dict[str, str]:
@@ -100,7 +107,7 @@ def _identity(cfg: DictConfig, head: dict[str, Any], tree: DynamicTree | Measuri
     }
 
 
-def _samples(cfg: DictConfig, runs: Sequence[Run], requests: Sequence[Request]) -> list[dict[str, Any]]:
+def _samples(cfg: DictConfig, runs: Sequence[Run], requests: Sequence[Request], head: str) -> list[dict[str, Any]]:
     """Some texts of the run that the verdict speaks of, in the target's own words."""
     from eval.report import headline_run
     from eval.samples import sample_texts
@@ -108,7 +115,7 @@ def _samples(cfg: DictConfig, runs: Sequence[Run], requests: Sequence[Request]) 
     tokenizer = tokenizer_of(cfg)
     prompts = {request.request_id: request.prompt for request in requests}
     return sample_texts(
-        headline_run(runs), prompts, lambda ids: tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        headline_run(runs, head), prompts, lambda ids: tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
     )
 
 

@@ -52,12 +52,13 @@ def run(cfg: DictConfig) -> bool:
     for name, hint in _SETTINGS.items():
         check_value(name, values[name], hint)
     folder, export = Path(cfg.run_dir) / "serve_check", Path(cfg.run_dir) / "export"
-    check_interpreter(cfg.serve_python)
     if not (export / MANIFEST).is_file():
+        check_interpreter(cfg.serve_python)  # before the stages take their minutes
         pipeline.run(cfg)
     head = servable_head(cfg)
     head.check_depth(cfg.gamma, "gamma")
     manifest = check_export(export, head=head)
+    check_interpreter(cfg.serve_python)
     if manifest["server"] != "vllm":
         raise UserError(f"{export} was exported for {manifest['server']}, not for vLLM; export it with export=vllm.")
     requests = some_requests(cfg, cfg.requests, "requests", least=LEAST)
@@ -93,11 +94,20 @@ def run(cfg: DictConfig) -> bool:
 
 
 def checked_beside(run_dir: Path) -> dict[str, Any]:
-    """What was found about this run and those beside it, by name."""
-    from heads.artifact import MANIFEST, read_manifest
+    """What was found about this run and those beside it, by name; what another version wrote is left out, and said."""
+    from eval.server_check import overview
+    from heads.artifact import MANIFEST, UserError, read_manifest
 
-    folders = sorted(path.parent for path in run_dir.parent.glob(f"*/serve_check/{MANIFEST}"))
-    return {folder.parent.name: read_manifest(folder, "serve_check") for folder in folders}
+    found = {}
+    for folder in sorted(path.parent for path in run_dir.parent.glob(f"*/serve_check/{MANIFEST}")):
+        try:
+            manifest = read_manifest(folder, "serve_check")
+            overview({"": manifest})  # whether it has all that is looked up
+        except (UserError, LookupError, TypeError, AttributeError, ValueError):
+            print(f"          {folder} was written by another version and is left out; check it again", flush=True)
+        else:
+            found[folder.parent.name] = manifest
+    return found
 
 
 def our_traces(

@@ -98,6 +98,41 @@ def check_all(cfg: DictConfig) -> None:
         check_node(cfg, key)
     if cfg.traffic.get("held_out") == 0:
         raise UserError("traffic.held_out=0 leaves nothing to measure the head on; give a share such as 0.1.")
+    _check_later_stages(cfg)
+
+
+def _check_later_stages(cfg: DictConfig) -> None:
+    """Whether the head that is to be trained can then be measured and exported; without training it is another one."""
+    from heads.artifact import UserError
+    from heads.export.folder import format_of
+    from heads.stacked import StackedHead
+
+    stages, kind = list(cfg.stages), _target_of(cfg, "head")
+    if "train" not in stages:
+        return
+    depth = cfg.head.get("depth")
+    deepest = depth if inspect.isclass(kind) and issubclass(kind, StackedHead) else None
+    if "evaluate" in stages and deepest is not None and cfg.eval.gamma > deepest:
+        raise UserError(
+            f"eval.gamma={cfg.eval.gamma} is beyond head.depth={depth}, the longest draft of this kind of head; set "
+            f"eval.gamma={depth} or less, or head.depth={cfg.eval.gamma}."
+        )
+    if "export" not in stages:
+        return
+    how, path = format_of(str(cfg.export.layout)), f"{kind.__module__}.{kind.__qualname__}"
+    layout = next((one for one in how.layouts if one.head == path), None)
+    if layout is None:
+        left = ",".join(stage for stage in stages if stage != "export")
+        raise UserError(
+            f"export={how.name} has no layout for a head of the kind {path}; leave the stage out with "
+            f"'stages=[{left}]', or choose the head= or export= of another kind."
+        )
+    wanted = cfg.head.get("draft_vocab_size")
+    if layout.whole_vocabulary and wanted is not None and cfg.train.init_from is None:
+        raise UserError(
+            f"head.draft_vocab_size={wanted} could not be exported, as {layout.reader}'s {layout.title} drafts from "
+            f"the whole vocabulary; set head.draft_vocab_size=null, or leave export out of stages=."
+        )
 
 
 def check_node(cfg: DictConfig, key: str) -> None:
@@ -106,17 +141,25 @@ def check_node(cfg: DictConfig, key: str) -> None:
 
     if missing := sorted(OmegaConf.missing_keys(_node(cfg, key))):
         raise UserError(f"{key} needs {missing[0]}=<a value>; its file under conf/ says which.")
-    values = plain(_node(cfg, key))
-    module, _, name = str(values["_target_"]).rpartition(".")
-    try:
-        function = vars(importlib.import_module(module))[name]
-    except (ImportError, ValueError, KeyError) as error:
-        raise UserError(f"{key}._target_={values['_target_']} cannot be imported; name a class or function.") from error
+    values, function = plain(_node(cfg, key)), _target_of(cfg, key)
     extra = _OF_BUILDING.get(key, {})
     for name in extra.keys() & values.keys():
         check_value(f"{key}.{name}", values[name], extra[name])
     own = {name: value for name, value in values.items() if name not in (*extra, *_ABOUT_CALLS)}
     check_call(function, key, own, besides=tuple(extra))
+
+
+def _target_of(cfg: DictConfig, key: str) -> Callable[..., Any]:
+    """The class or function that a node names. Raises UserError when there is none."""
+    from heads.artifact import UserError
+
+    path = str(_node(cfg, key)["_target_"])
+    module, _, name = path.rpartition(".")
+    try:
+        found: Callable[..., Any] = vars(importlib.import_module(module))[name]
+    except (ImportError, ValueError, KeyError) as error:
+        raise UserError(f"{key}._target_={path} cannot be imported; name a class or function.") from error
+    return found
 
 
 def check_call(

@@ -12,6 +12,11 @@ from eval.trace import RequestTrace, Round
 PLAIN_SECONDS = 0.02  # a token without a draft
 
 
+def formula_tokens_per_round(alpha: float, gamma: int) -> float:
+    """1 + α + … + α^γ."""
+    return float(np.sum(np.power(float(alpha), np.arange(gamma + 1))))
+
+
 def iid_rounds(rng: np.random.Generator, *, alpha: float, gamma: int, count: int) -> list[Round]:
     """`count` complete rounds; every draft token is accepted with probability alpha, independently."""
     accepted = np.minimum(rng.geometric(1 - alpha, size=count) - 1, gamma) if alpha < 1 else [gamma] * count

@@ -14,6 +14,7 @@ from simulated_traces import (
     clustered_requests,
     clustered_tallies,
     correlated_text,
+    formula_tokens_per_round,
     iid_rounds,
     plain_of,
     tally_of,
@@ -24,13 +25,13 @@ from simulated_traces import (
 from eval.acceptance import (
     DEFINITIONS,
     Measurement,
-    formula_tokens_per_round,
     is_looping,
     measure,
     requests_for_width,
     vllm_counters,
 )
 from eval.bootstrap import MIN_CLUSTERS
+from eval.speedup import Yield
 from eval.tally import Estimate, Tally, estimates, numbers, tally, weigh
 from eval.trace import RequestTrace, Round, dump_traces, parse_traces
 
@@ -96,6 +97,21 @@ def test_variable_proposals_as_of_prompt_lookup() -> None:
     assert m.expected_tokens_per_round.value == pytest.approx(expected)
 
 
+def test_nobody_at_risk_is_unknown_where_all_were_cut_and_zero_where_all_had_ended() -> None:
+    cut = measure([trace_of([Round(3, 3, cut=False), Round(3, 1, cut=True)])], gamma=3)
+    assert values(cut.survival) == [1.0, 1.0, 1.0]  # the first round was at risk everywhere
+    lost = [trace_of([Round(3, 0), Round(3, 1, cut=True)], request_id="a")]
+    found = measure(lost, gamma=3)
+    assert values(found.survival) == [0.5, None, None] and found.tokens_per_round.value is None
+    assert found.formula_gap.value is None and found.alpha.value == pytest.approx(1 / 2)
+    ended = measure([trace_of([Round(3, 0), Round(3, 0)])], gamma=3)
+    assert values(ended.survival) == [0.0, 0.0, 0.0] and ended.tokens_per_round.value == 1.0
+    both = measure([*lost, trace_of([Round(3, 2), Round(3, 0)], request_id="b")], gamma=3)
+    assert values(both.survival) == pytest.approx([0.5, 0.5, 0.0])
+    assert both.tokens_per_round_macro.value == pytest.approx(2.0), "the request that tells nothing is left out"
+    assert Yield.of_traces({3: lost}, 3, resamples=0).by_gamma[3].value is None
+
+
 def test_plain_decoding_and_nothing_at_all() -> None:
     plain = measure([plain_of(trace_of([Round(4, 2)]))], gamma=0)
     assert plain.alpha == Estimate(None) and plain.formula_gap == Estimate(None)
@@ -120,10 +136,11 @@ def test_all_accepted_is_the_limit_of_the_formula() -> None:
 
 
 def test_formula_is_the_closed_form() -> None:
-    for alpha in (0.0, 0.1, 0.6, 0.999):
-        for gamma in (0, 1, 4, 16):
-            closed = (1 - alpha ** (gamma + 1)) / (1 - alpha)
-            assert formula_tokens_per_round(alpha, gamma) == pytest.approx(closed)
+    for gamma in (1, 4, 16):
+        for accepted in (0, gamma // 2):
+            m = measure([trace_of([Round(gamma, gamma), Round(gamma, accepted)])], gamma=gamma)
+            closed = (1 - m.alpha.value ** (gamma + 1)) / (1 - m.alpha.value)
+            assert m.expected_tokens_per_round.value == pytest.approx(closed)
 
 
 def test_micro_and_macro_differ_when_requests_differ_in_length() -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from scripts import advise, bench, twins
+from heads.artifact import sha256_file
+from scripts import advise, bench, evaluate, twins
+from scripts.costs import kept_load
 from tests import e2e
 
 CELLS = (
@@ -73,6 +75,7 @@ def test_the_advice_is_said_and_written(
     assert ("Do not speculate at batch 1" if found["gamma"] == 0 else f"γ = {found['gamma']} at batch 1") in printed
     assert "Chains only" in printed and "best γ and its speed-up" in printed
     assert e2e.report(here)["load"] == {name: value for name, value in found.items() if name != "provenance"}
+    assert (found["dtype"], found["temperature"]) == ("float32", 0.0)
     for twin in ("report.html", "report.md"):
         assert "With one request at once and 32 tokens of context" in (here.run / "report" / twin).read_text()
     assert "Speed under load" in (here.run / "report/report.html").read_text()
@@ -116,6 +119,7 @@ GPU_CHANGES = {
     "draft_size.parameters": ["draft_size.parameters=1e9"],
     "draft_size.bytes_per_parameter": ["draft_size.bytes_per_parameter=1"],
     "draft_size.kv_bytes_per_token": ["draft_size.kv_bytes_per_token=1e6"],
+    "draft_size.passes": ["draft_size.passes=one"],
     "draft_size.window": ["draft_size.kv_bytes_per_token=1e6", "draft_size.window=4"],
 }
 
@@ -129,7 +133,7 @@ def test_every_setting_changes_the_advice(here: e2e.Place, setting: str) -> None
 @pytest.mark.parametrize("setting", GPU_CHANGES)
 def test_every_figure_of_a_gpu_changes_the_advice(here: e2e.Place, setting: str) -> None:
     base = ["draft_size.kv_bytes_per_token=1e6"] if setting.endswith("window") else []
-    speeds = [advice(here, *GPU, *more)["rows"][1]["tokens_per_second"] for more in (base, GPU_CHANGES[setting])]
+    speeds = [advice(here, *GPU, *more)["rows"][2]["tokens_per_second"] for more in (base, GPU_CHANGES[setting])]
     assert speeds[0] != speeds[1]
 
 
@@ -168,6 +172,7 @@ def test_paths_and_temperature_choose_what_is_read(here: e2e.Place, tmp_path: Pa
         (["max_gamma=20"], "far beyond the measured 4"),
         (["gpu=h1000", *GPU[1:]], "choose h200, h100, a100, l4"),
         (["gpu=h100"], "target_size.parameters"),
+        ([*GPU, "draft_size.passes=some"], "choose each or one"),
     ],
 )
 def test_what_cannot_be_advised(
@@ -182,6 +187,43 @@ def test_costs_of_another_head_are_refused(here: e2e.Place, tmp_path: Path, caps
     (tmp_path / "costs.json").write_text(json.dumps({**costs, "head": "another"}))
     cfg = e2e.config(*here.overrides, f"costs={tmp_path}/costs.json", name="advise")
     assert "another head than the report's" in e2e.sentence(advise.run, cfg, capsys)
+
+
+def test_advice_outlives_a_repeated_evaluation_of_the_same_alone(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text("{}")
+    load = {"gamma": 3, "costs": {"path": str(costs), "sha256": sha256_file(costs)}}
+    report = tmp_path / "report.json"
+    assert kept_load(report, "head", "key") == (None, "")
+
+    def found(**changed: Any) -> tuple[dict[str, Any] | None, str]:
+        report.write_text(json.dumps({"head": {"sha256": "head"}, "key": "key", "load": load, **changed}))
+        return kept_load(report, "head", "key")
+
+    assert found() == (load, "") and found(load=None) == (None, "")
+    for what, changed in (("head", {"head": {"sha256": "b"}}), ("evaluation", {"key": "b"})):
+        assert found(**changed)[0] is None and f"another {what}; run scripts.advise" in found(**changed)[1]
+    assert "another costs" in found(load={"gamma": 3})[1], "advice of an older version"
+    costs.write_text("[]")
+    assert found()[0] is None and "another costs" in found()[1]
+
+
+def test_an_evaluation_takes_the_advice_of_the_report_before_over(
+    here: e2e.Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[dict[str, Any]] = []
+    monkeypatch.setattr(evaluate, "write_report", lambda folder, report: written.append(dict(report)))
+    monkeypatch.setattr(evaluate, "track", lambda *unused: None)
+    monkeypatch.setattr(advise, "write_report", lambda folder, report: written.append(dict(report)))
+    advice(here)
+    file, before = here.run / "report/report.json", (here.run / "report/report.json").read_text()
+    file.write_text(json.dumps(written[0]))
+    evaluate.run(e2e.config(*here.overrides))
+    assert written[1]["load"] == json.loads(json.dumps(written[0]["load"])) and "dropped" not in capsys.readouterr().out
+    file.write_text(json.dumps({**written[0], "key": "another"}))
+    evaluate.run(e2e.config(*here.overrides))
+    file.write_text(before)
+    assert written[2]["load"] is None and "rests on another evaluation" in capsys.readouterr().out
 
 
 def test_every_setting_is_here() -> None:

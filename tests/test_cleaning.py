@@ -95,6 +95,41 @@ def test_redaction(tmp_path: Path, kind: str) -> None:
     }
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_redaction_reaches_tools_ids_and_slices_and_keeps_what_joins_calls(tmp_path: Path, kind: str) -> None:
+    """Every id and name that one message has for another stays, though it looks like a telephone number."""
+    secret, other = SECRETS[kind][0], SECRETS[kind][-1] + ("x" if kind == "emails" else "")
+    phone = "+1 (650) 253-0000"
+    call = {"id": phone, "function": {"name": phone, "arguments": {"to": [secret], "n": 3}}}
+    schema = {"type": "object", "properties": {phone: {"enum": [secret]}, "to": {"default": {"a": secret}}}}
+    tool = {"name": phone, "description": f"ask {secret}", "parameters": {**schema, "required": [phone]}}
+    said = [user(f"ask {secret}"), assistant(None, tool_calls=[call])]
+    said += [{"role": "tool", "tool_call_id": phone, "name": phone, "content": f"asked {secret}"}]
+    rows = [{"id": f"of {one}", "slice": f"from {one}", "messages": said, "tools": [tool]} for one in (secret, other)]
+    path = written(tmp_path / "a.jsonl", [*rows, {"id": "plain", "turns": ["hi"]}])
+    reading = read_files(path, redact=[kind])
+    assert not reading.rejected
+    first, second, plain = reading.conversations
+    mark = {"emails": "[email]", "phones": "[phone]", "keys": "[key]"}[kind]
+    assert plain.id == "plain" and first.id != second.id and first.id.startswith("redacted-")
+    assert first.slice.startswith(f"from {mark}")
+    assert [message["content"] for turn in first.turns for message in turn] == [f"ask {mark}", "", f"asked {mark}"]
+    called, result = first.turns[1]
+    assert called["tool_calls"] == [
+        {"id": phone, "type": "function", "function": {"name": phone, "arguments": {"to": [mark], "n": 3}}}
+    ]
+    assert (result["tool_call_id"], result["name"]) == (phone, phone)
+    function = first.tools[0]["function"]
+    assert (function["name"], function["description"]) == (phone, f"ask {mark}")
+    assert function["parameters"] == {
+        "type": "object",
+        "properties": {phone: {"enum": [mark]}, "to": {"default": {"a": mark}}},
+        "required": [phone],
+    }
+    untouched = read_files(path).conversations[0]
+    assert (untouched.id, untouched.slice, untouched.tools[0]["function"]) == (f"of {secret}", f"from {secret}", tool)
+
+
 def test_a_country_s_own_numbers() -> None:
     text = "call (650) 253-0000 now"
     for region, expected in ((None, text), ("US", "call [phone] now")):

@@ -51,10 +51,11 @@ def evaluated(
     runs.append(Run("none", "float32", 0.0, 0, [plain_of(t) for t in traces_of(shift, seed)]))
     report = build_report(
         runs=runs,
-        target={"name": "tiny", "weights": "ab" * 32},
+        target={"name": "tiny", "weights": "ab" * 32, "tokenizer": "t", "template": "m"},
         head={"name": name, "sha256": "0" * 64, "parameters": 10_000, "seconds": 3.0, "tokens": 400},
         traffic={"name": "demo", "held_out": True, "fingerprints": {"held_out": "f" * 64}},
-        provenance={"config": {"eval": {"max_new_tokens": 64}}},
+        provenance={"config": {"eval": {"max_new_tokens": 64, "top_p": 1.0}}},
+        measured_on={"device": "cpu", "threads": 2},
         load=load,
         resamples=100,
     )
@@ -137,6 +138,30 @@ def test_a_prediction_for_the_same_load_comes_first_where_all_heads_have_one() -
     assert tables(compared(one, elsewhere))[0][0]["by"] == "speedup"
 
 
+def test_a_prediction_stands_only_where_it_was_made() -> None:
+    """Advice for temperature 1 ranks the sampled table alone; advice in another number format ranks none."""
+    warm = {**advice(), "temperature": 1.0}
+    (greedy, rows), (sampled, others) = tables(compared(*(evaluated(n, 0.0, i, load=warm) for i, n in enumerate("xy"))))
+    assert greedy["by"] == "speedup" and greedy["load"] is None and all(row["predicted"] is None for row in rows)
+    assert sampled["by"] == "predicted" and all(row["predicted"]["value"] == 1.5 for row in others)
+    narrow = {**advice(), "dtype": "bfloat16"}
+    found = compared(*(evaluated(n, 0.0, i, load=narrow) for i, n in enumerate("xy")))
+    assert all(ranking["by"] != "predicted" for ranking, _ in tables(found))
+    older = {key: value for key, value in advice().items() if key not in ("dtype", "temperature")}
+    assert tables(compared(evaluated("x", 0.0, 1, load=older)))[0][0]["by"] == "speedup"
+
+
+def test_differing_machines_are_named() -> None:
+    one, two = evaluated("one", 0.0, 1, load=advice()), evaluated("two", 0.0, 2, load=advice())
+    assert compared(one, two)["machines"] == []
+    two[0]["measured_on"] = {"device": "cpu", "threads": 8}
+    two[0]["load"]["costs"] = {"device": "H200", "threads": 2}
+    found = compared(one, two)
+    assert "The speed of b was measured on cpu with 8 threads." in found["machines"] and len(found["machines"]) == 4
+    for text in (to_markdown(found), render_page(found)):
+        assert "The costs of b were measured on H200 with 2 threads." in text
+
+
 def test_a_comparison_without_traces_says_that_differences_are_missing(comparison: dict[str, Any]) -> None:
     reports = {"a": evaluated("one", 0.0, 1)[0], "b": evaluated("two", 0.05, 2)[0]}
     found = compare(reports)
@@ -152,6 +177,27 @@ def test_what_cannot_be_compared_is_refused() -> None:
         compare({"a": one, "b": other})
     with pytest.raises(UserError, match="no evaluated run"):
         compare({})
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "words"),
+    [
+        ("target", "tokenizer", "the target's tokenizer"),
+        ("target", "template", "the target's chat template"),
+        ("eval", "top_p", "eval.top_p"),
+    ],
+)
+def test_what_else_must_be_the_same(part: str, key: str, words: str) -> None:
+    one, other = evaluated("one", 0.0, 1)[0], evaluated("two", 0.0, 2)[0]
+    place = other["target"] if part == "target" else other["provenance"]["config"]["eval"]
+    place[key] = "another"
+    with pytest.raises(UserError, match=f"they differ in {words}"):
+        compare({"a": one, "b": other})
+    if part == "eval":  # it does not matter to greedy decoding
+        other["results"] = [row for row in other["results"] if row["temperature"] == 0]
+        assert compare({"a": one, "b": other})
+    place[key] = None
+    assert compare({"a": one, "b": other}), "what an older report does not know is no difference"
 
 
 def test_the_page_is_self_contained_and_escapes() -> None:

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from simulated_traces import clustered_requests, trace_of
+from simulated_traces import clustered_requests, formula_tokens_per_round, trace_of
 
-from eval.acceptance import formula_tokens_per_round, measure
+from eval.acceptance import measure
 from eval.cost import CostPlan, measure_costs
 from eval.cost_table import CostCell, CostTable, RoundCost, Spread
-from eval.elsewhere import NAMES, from_draft_rate, from_joint_rates, without_bonus, without_first
+from eval.elsewhere import NAMES
 from eval.paired import compare_paired
 from eval.prediction import Measured, _rate, compare_rates
-from eval.roofline import Gpu, Reader, Roofline
+from eval.roofline import LAUNCH_MS, DraftReader, Gpu, Reader, Roofline
 from eval.speedup import FROM_REPORT, FROM_TRACES, Yield, advise, best, expect
 from eval.tally import Estimate
 from eval.trace import RequestTrace, Round
@@ -35,6 +35,9 @@ def cell(
     """A place whose rounds cost exactly 1 + (s + c)·γ + extra."""
     rounds = tuple(RoundCost(g, exactly(1 + s * g), exactly(c * g + extra)) for g in (1, 2, 4, 8, 16))
     return CostCell(batch, context, exactly(seconds), rounds)
+
+
+SERVED = {"dtype": "float32", "temperature": 0.0}
 
 
 def independent(alpha: float, longest: int) -> Yield:
@@ -143,7 +146,7 @@ def test_the_best_length_for_independent_acceptances(s: float, c: float, gammas:
 def test_advice_by_hand() -> None:
     """Verification grows with the batch: γ 2, then 1, then none."""
     table = CostTable([cell(0.1 * b, 0.1, batch=b, seconds=0.02 * b) for b in (1, 2, 4, 8)])
-    found = advise(table, independent(0.6, 4), batch=1, context=128, batches=[1, 2, 4, 8], contexts=[128])
+    found = advise(table, independent(0.6, 4), batch=1, context=128, batches=[1, 2, 4, 8], contexts=[128], **SERVED)
     assert found.gamma == 2 and found.speedup.value == pytest.approx(1.96 / 1.4)
     assert found.speedup.low == pytest.approx(1.96 * 0.98 / 1.4)
     assert found.tokens_per_second.value == pytest.approx(1.96 / 1.4 / 0.02)
@@ -151,10 +154,27 @@ def test_advice_by_hand() -> None:
     assert [one.gamma for one in found.table] == [2, 1, 1, 0]
     # γ 1 pays while 1.6 > 1 + s + .1, s < .5; s is interpolated by the logarithm of the batch: 4 → .4, 8 → .8.
     assert found.stops_paying == 5 and found.largest == 8
-    loaded = advise(table, independent(0.6, 4), batch=8, context=128, batches=[1, 2, 4, 8], contexts=[128])
+    loaded = advise(table, independent(0.6, 4), batch=8, context=128, batches=[1, 2, 4, 8], contexts=[128], **SERVED)
     assert loaded.gamma == 0 and loaded.speedup.value == 1.0 and loaded.notes == ()
-    cheap = advise(CostTable([cell(0, 0.01)]), independent(0.9, 4), batch=1, context=128, batches=[1], contexts=[128])
+    cheap = advise(
+        CostTable([cell(0, 0.01)]), independent(0.9, 4), batch=1, context=128, batches=[1], contexts=[128], **SERVED
+    )
     assert cheap.stops_paying is None and "the longest looked at" in cheap.notes[0]
+    assert (found.dtype, found.temperature) == ("float32", 0.0)
+
+
+def test_stops_paying_means_from_there_on() -> None:
+    """Nothing pays at batch 2, but again at 4, and no more from 8 on; a table that begins at 4 is asked from 4 on."""
+    slopes = {1: 0.1, 2: 0.9, 4: 0.1, 8: 0.9, 16: 0.9}
+    table = CostTable([cell(s, 0.1, batch=b) for b, s in slopes.items()])
+    assert best(table, independent(0.6, 4), 2, 128).gamma == 0
+    found = advise(table, independent(0.6, 4), batch=1, context=128, batches=[1, 16], contexts=[128], **SERVED)
+    assert 4 < found.stops_paying <= 8
+    again = advise(table, independent(0.6, 4), batch=2, context=128, batches=[2, 4], contexts=[128], **SERVED)
+    assert again.gamma == 0 and again.stops_paying is None
+    large = CostTable([cell(0.1, 0.1, batch=b) for b in (4, 8)])
+    found = advise(large, independent(0.6, 4), batch=4, context=128, batches=[4, 8], contexts=[128], **SERVED)
+    assert found.gamma == 2 and found.stops_paying is None
 
 
 def test_advice_says_how_many_requests_would_be_enough() -> None:
@@ -162,9 +182,9 @@ def test_advice_says_how_many_requests_would_be_enough() -> None:
     taus = independent(0.6, 4)
     loose = replace(taus, by_gamma=tuple(Estimate(e.value, e.value * 0.8, e.value * 1.2) for e in taus.by_gamma))
     table = CostTable([cell(0.1, 0.1)])
-    notes = advise(table, loose, batch=1, context=128, batches=[1], contexts=[128]).notes
+    notes = advise(table, loose, batch=1, context=128, batches=[1], contexts=[128], **SERVED).notes
     assert "the interval holds 1" not in notes[0] and "about 800 held-out requests instead of 50" in notes[0]
-    assert advise(table, taus, batch=1, context=128, batches=[1], contexts=[128]).notes == ()
+    assert advise(table, taus, batch=1, context=128, batches=[1], contexts=[128], **SERVED).notes == ()
 
 
 def sampled(gammas: Sequence[int], requests: int = 40) -> dict[int, list[RequestTrace]]:
@@ -204,13 +224,15 @@ def test_a_report_alone_gives_the_same_numbers_and_says_so() -> None:
 # ---- a GPU to buy -----------------------------------------------------------------------------------------------
 
 LLAMA_8B = Reader(parameters=7.5e9, kv_bytes_per_token=131_072)  # 32 layers, 8 key heads of 128, bf16; embeddings aside
-EAGLE3_8B = Reader(parameters=4.25e8, kv_bytes_per_token=4096)  # one layer of twice the width, a vocabulary of 32,000
+EAGLE3_8B = DraftReader(
+    parameters=4.25e8, kv_bytes_per_token=4096
+)  # one layer of twice the width, a vocabulary of 32,000
 # vLLM, issue 26191: 3.53 tokens per round at γ 7 on MT-bench, for which the formula needs this α.
 ALPHA_8B = 0.743
 TOLERANCE = 0.2
 
 
-def speed(gpu: str, batch: float, context: float, gamma: int, draft: Reader, alpha: float) -> float:
+def speed(gpu: str, batch: float, context: float, gamma: int, draft: DraftReader, alpha: float) -> float:
     costs = Roofline(Gpu.of(gpu), LLAMA_8B, draft)
     return formula_tokens_per_round(alpha, gamma) / costs.round_cost(batch, context, gamma)
 
@@ -227,7 +249,7 @@ def test_the_roofline_against_eagle3_in_sglang_on_h100() -> None:
 def test_the_roofline_rises_with_context_where_the_draft_looks_back_little() -> None:
     """MagicDec (arXiv 2408.11049): the target drafts for itself over few positions; no gain at short contexts, and up
     to 2.5× at batches 32–256 for long ones, the more so the larger the batch."""
-    itself = replace(LLAMA_8B, window=512)
+    itself = DraftReader(LLAMA_8B.parameters, kv_bytes_per_token=LLAMA_8B.kv_bytes_per_token, window=512)
     rising = [speed("a100", 64, context, 4, itself, 0.85) for context in (1024, 4096, 16_384, 32_768)]
     assert rising == sorted(rising) and rising[0] < 1 and 1.5 < rising[-1] < 2.8
     long = [speed("a100", batch, 32_768, 4, itself, 0.85) for batch in (1, 8, 32, 128)]
@@ -247,6 +269,36 @@ def test_what_a_pass_waits_for() -> None:
             Gpu.of(wrong)
 
 
+def test_a_round_never_costs_less_than_by_either_bound() -> None:
+    """By hand: where arithmetic is waited for, the larger of both is the worse ratio; where memory is, their sum."""
+    costs, launch, gamma = Roofline(Gpu.of("h100"), LLAMA_8B, EAGLE3_8B), LAUNCH_MS / 1e3, 4
+    found = set()
+    for batch in (1, 512):
+        ratios = []
+        for bound in (sum, max):
+
+            def seconds(model: Reader, tokens: int, bound=bound, batch=batch) -> float:
+                reading = (2 * model.parameters + batch * 128 * model.kv_bytes_per_token) / (3.35e12 * 0.8)
+                return bound((reading, 2 * model.parameters * batch * tokens / (989e12 * 0.6))) + launch
+
+            whole = gamma * seconds(EAGLE3_8B, 1) + seconds(LLAMA_8B, 1 + gamma)
+            ratios.append(whole / seconds(LLAMA_8B, 1))
+        assert costs.round_cost(batch, 128, gamma) == pytest.approx(max(ratios))
+        found.add(ratios.index(max(ratios)))
+    assert found == {0, 1}, "each bound is the worse one somewhere"
+    assert costs.round_cost(1, 128, 0) == 1.0
+
+
+def test_parallel_heads_are_read_once_for_a_whole_draft() -> None:
+    each, one = (Roofline(Gpu.of("h100"), LLAMA_8B, replace(EAGLE3_8B, passes=passes)) for passes in ("each", "one"))
+    step = each.step_seconds(1, 128)
+    saved = 3 * each.pass_seconds(EAGLE3_8B, 1, 1, 128) - 3 * 2 * EAGLE3_8B.parameters / (989e12 * 0.6)
+    assert each.round_cost(1, 128, 4) - one.round_cost(1, 128, 4) == pytest.approx(saved / step)
+    assert each.round_cost(1, 128, 1) == one.round_cost(1, 128, 1)
+    with pytest.raises(UserError, match="draft_size.passes=none is unknown; choose each or one"):
+        DraftReader(1e9, passes="none")
+
+
 # ---- prediction -------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +308,16 @@ def test_the_rate_of_a_full_batch_leaves_idle_rows_out() -> None:
     found = _rate([traces], 2, 1)
     assert found.as_decoded == pytest.approx(8 / 3) and found.tokens_per_second == pytest.approx(4.0)
     assert found.tokens_per_round == 2.0 and found.context == pytest.approx(((12 + 3.5) * 3 + (12 + 1.5)) / 4)
+
+
+def test_measured_tokens_per_round_are_defined_as_predicted_ones() -> None:
+    """Two rounds of 1 + 2 tokens and one cut after its second draft: 3 as with a next request in the row, not 8 / 3."""
+    traces = [trace_of([Round(2, 2)], request_id="a"), trace_of([Round(2, 2), Round(2, 1, cut=True)], request_id="b")]
+    found = _rate([traces], 2, 2)
+    predicted = Yield.of_traces({2: traces}, 2, resamples=0).by_gamma[2].value
+    assert found.tokens_per_round == predicted == 3.0 and found.tokens_per_second > found.as_decoded
+    with pytest.raises(UserError, match="eval.max_new_tokens"):
+        _rate([[trace_of([Round(2, 1, cut=True)])]], 1, 2)
 
 
 def test_a_perfect_machine_is_predicted_perfectly_and_a_slower_one_is_not() -> None:
@@ -304,13 +366,14 @@ def test_paired_differences_are_narrower_and_tell_what_separate_intervals_do_not
 
 
 def test_numbers_of_others_become_ours() -> None:
-    """Ten rounds of two drafts: six accept both, two the first only; 24 tokens behind the prompt's own."""
+    """As NAMES says. Ten rounds of two drafts: six accept both, two the first only; 24 tokens behind the prompt's."""
     traces = [trace_of([Round(2, 2)] * 6 + [Round(2, 1)] * 2 + [Round(2, 0)] * 2)]
-    m = measure(traces, gamma=2)
-    assert from_draft_rate(14 / 20, 2) == pytest.approx(m.tokens_per_round.value) == without_bonus(14 / 10)
-    conditional, tau = from_joint_rates([0.8, 0.6])
-    assert conditional == pytest.approx([one.value for one in m.alpha_by_position])
-    assert tau == pytest.approx(m.tokens_per_round.value)
-    assert without_first(len(traces[0].tokens) / 10, tokens=25) == pytest.approx(m.tokens_per_round.value)
-    assert from_joint_rates([0.0, 0.0])[0] == [0.0, None]
+    tau = measure(traces, gamma=2).tokens_per_round.value
+    said = {name.printed: name.conversion for name in NAMES}
+    numbers = {"rate": 14 / 20, "gamma": 2, "length": len(traces[0].tokens) / 10, "tokens": 25}
+    for printed in ("Avg Draft acceptance rate", "accept = n_accept / n_drafted"):
+        assert eval(said[printed].partition(";")[0], numbers) == pytest.approx(tau)
+    counted = said["avg_spec_accept_length"].partition(": ")[2].partition(",")[0]
+    assert eval(counted, numbers) == pytest.approx(tau)
+    assert "1 + their sum" in said["Per-position acceptance rate"] and 1 + sum([0.8, 0.6]) == pytest.approx(tau)
     assert {name.program.split()[0] for name in NAMES} >= {"vLLM", "SGLang", "EAGLE"}

@@ -16,12 +16,14 @@ from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
 from heads.artifact import UserError
+from heads.mtp_native import NativeMTPHead
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
 from scripts import doctor, doctor_page
 from scripts.common import build_head, load_target
 from scripts.prompts import first_turns
 from tests import e2e
+from tests.test_mtp_native import FAMILIES
 from tests.tiny import TEMPLATE, save_tiny, tiny_tokenizer
 from training import doctor_answers
 from training.bench import made_up_features
@@ -204,10 +206,57 @@ def test_training_costs_what_torch_counts(place: e2e.Place, target: FrozenTarget
     features = replace(made, taps_TE=made.taps_TE.float(), last_TD=made.last_TD.float())
     with FlopCounterMode(display=False) as counter:
         head.loss(features).loss.backward()
-    sizes = HeadSizes.of(name, head, target.hidden_size)
+    sizes = HeadSizes.of(name, head)
     formula = train_flops(TargetSizes.of(target), sizes) * int(features.supervised_T.sum())
     assert formula == pytest.approx(counter.get_total_flops(), rel=0.3)
     assert sizes.trained == sum(parameter.numel() for parameter in head.parameters())
+
+
+def test_a_projection_is_known_by_its_name(place: e2e.Place, target: FrozenTarget) -> None:
+    """A draft vocabulary as large as the block is wide inside makes its matrices look like one."""
+    inner = target.config.intermediate_size
+    seen = []
+    for size in (inner, inner + 8):
+        words = (f"head.draft_vocab_size={size}", "head.taps=null")
+        for name in ("mtp", "eagle3", "medusa"):
+            more = words if name == "eagle3" else words[:1]
+            cfg = e2e.config(*e2e.uses(place.target, place.traffic), f"head={name}", *more)
+            sizes = doctor.sizes_of(cfg, name, target)
+            assert (sizes.vocab, sizes.own_projection) == (size, name == "eagle3")
+            seen.append(sizes.passed)
+    assert seen[:3] == seen[3:]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_of_experts_those_count_that_a_token_is_sent_to(family: str) -> None:
+    config = FAMILIES[family]()
+    with torch.device("meta"):
+        head = NativeMTPHead(sizes=config.to_dict(), vocab=DraftVocabulary.identity(config.vocab_size), depth=3)
+    experts = [one.numel() for path, one in head.named_parameters() if ".experts." in path]
+    others = [one.numel() for path, one in head.named_parameters() if ".experts." not in path and one.dim() > 1]
+    assert sum(experts) == 4 * 3 * config.hidden_size * config.moe_intermediate_size, "four experts of three matrices"
+    sizes = HeadSizes.of("mtp_native", head)
+    assert sizes.passed == 3 * (sum(others) + sum(experts) * config.num_experts_per_tok // 4)
+    assert sizes.trained == sum(one.numel() for one in head.parameters())
+
+
+def test_a_target_too_large_for_one_gpu_is_told(
+    place: e2e.Place, target: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number of GPUs and no time are made up for it."""
+    monkeypatch.setattr(doctor_answers, "forward_rate", lambda target: 1000.0)
+    cfg = e2e.config(*e2e.uses(place.target, place.traffic), *MORE)
+    head, work = doctor.sizes_of(cfg, "eagle3", target), Workload(**dict.fromkeys(Workload.__dataclass_fields__, 1000))
+    ids_T, state = torch.arange(9), torch.zeros(9)
+    answered = doctor_answers.Answered((Answer(ids_T, 4, "stop", state, state, state),), 1.0)
+    for memory, words in ((80, ("fits", "0 s")), (1e-6, ("too small", "–"))):
+        settings = DoctorSettings(gpu_memory=memory)
+        section = doctor_answers.look_at_cost(
+            target, work, "", answered, {"eagle3": head}, settings, features=None, chosen=head
+        )
+        assert section.table[1][5:] == words
+        said = [finding.sentence for finding in section.findings if not finding.wrong]
+        assert len(said) == (memory < 1) and all("not supported yet; plan for a larger" in one for one in said)
 
 
 def test_the_estimate_by_hand(target: FrozenTarget) -> None:
@@ -224,12 +273,13 @@ def test_the_estimate_by_hand(target: FrozenTarget) -> None:
     assert found.disk == 8_000_000 * (4 * 4096 * 2 + 9)
     assert found.collect_seconds == pytest.approx(2 * 7.5e9 * 35_000_000 / 4e14)
     assert found.collect_memory == 16_000_000_000 + 1000 * 65536 * 2
-    assert found.gpus == 1
+    assert found.fits
     large = TargetSizes(**{**vars(sizes), "parameters": 70_000_000_000})
-    assert estimate(large, head, work, Machine(flops=4e14, generated=10, memory=80e9)).gpus == 2
+    assert not estimate(large, head, work, Machine(flops=4e14, generated=10, memory=80e9)).fits
+    assert estimate(large, head, work, Machine(flops=4e14, generated=10, memory=180e9)).fits
     twice = estimate(sizes, head, work.times(2), Machine(flops=4e14, generated=10))
     assert twice.disk == 2 * found.disk and twice.train_seconds == pytest.approx(2 * found.train_seconds)
-    assert twice.gpus is None
+    assert twice.fits
 
 
 def test_features_that_are_there_are_counted(finished: e2e.Finished) -> None:

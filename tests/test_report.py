@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_traces import clustered_requests, plain_of, trace_of
+from simulated_traces import clustered_requests, formula_tokens_per_round, plain_of, trace_of
 
-from eval.acceptance import formula_tokens_per_round
+from eval.elsewhere import NAMES
 from eval.exactness import Divergence
 from eval.findings import findings
 from eval.plots import exact
@@ -87,8 +87,15 @@ def advice(columns: int = 6) -> dict[str, Any]:
         for b in range(6)
         for c in range(columns)
     ]
-    asked = {"batch": 8, "context": 1024, "gamma": 3, "stops_paying": 40}
+    asked = {"batch": 8, "context": 1024, "dtype": "float32", "temperature": 0.0, "gamma": 3, "stops_paying": 40}
     return {**asked, "speedup": {"value": 1.5, "low": 1.4, "high": 1.6}, "table": table}
+
+
+def taught() -> dict[str, Any]:
+    """What `eval.teacher` would say of two depths."""
+    deep = {"value": None, "low": None, "high": None}
+    by_depth = {"teacher": [exact(0.81), exact(0.62)], "decoder": [exact(0.77), deep], "gap": [exact(-0.04), deep]}
+    return {"dtype": "float32", "gamma": 4, **by_depth, "coverage": exact(0.93), "coverage_of_text": exact(0.97)}
 
 
 def full_report() -> dict[str, Any]:
@@ -96,7 +103,7 @@ def full_report() -> dict[str, Any]:
     runs = full_runs()
     prompts = {trace.request_id: [1, 2, 3, 0] * 9 for trace in runs[0].traces}
     texts = sample_texts(runs[0], prompts, words_of)
-    return build_report(runs=runs, samples=texts, load=advice(), resamples=200, **META)
+    return build_report(runs=runs, samples=texts, load=advice(), teacher_forced=taught(), resamples=200, **META)
 
 
 @pytest.fixture(scope="module")
@@ -337,9 +344,39 @@ def test_advice_is_shown_where_there_is_any(report: dict[str, Any]) -> None:
     words = " ".join(findings(report))
     assert "With 8 requests at once and 1024 tokens of context γ = 3 is expected to be best, 1.50 [1.40, 1.60]" in words
     assert "From 40 requests at once on, drafting no longer pays." in words
+    assert "predicted from measured costs, greedy, fp32." in words
+    assert "temperature 0.7, bf16." in " ".join(
+        findings({**report, "load": {**report["load"], "temperature": 0.7, "dtype": "bfloat16"}})
+    )
     without = {**report, "load": {**report["load"], "gamma": 0, "stops_paying": None}}
     assert "no draft is expected to pay" in whole_markdown(without)
     assert "at once and" not in " ".join(findings({**report, "load": None}))
+
+
+def test_what_training_says_and_drift_are_shown_by_depth(report: dict[str, Any]) -> None:
+    page, text = "".join(Page(render_page(report)).words), whole_markdown(report)
+    drift = report["formula"]["drift"]
+    for shown in (page, text):
+        assert "Teacher-forced against the decoder, greedy, fp32, γ 4." in shown
+        assert "what the draft can propose: 0.93" in shown and "0.97" in shown
+        assert all(f"{one['value']:.2f} [{one['low']:.2f}, {one['high']:.2f}]" in shown for one in drift)
+    assert "## Acceptance by depth\n" in text and "| 1 | 0.81" in text and "| 2 | 0.62" in text
+    without = {**report, "teacher_forced": None, "formula": None}
+    assert "Acceptance by depth\n" not in whole_markdown(without) and "Teacher-forced against" not in render_page(without)
+
+
+def test_the_names_of_others_stand_with_the_definitions(report: dict[str, Any]) -> None:
+    page, text = "".join(Page(render_page(report)).words), whole_markdown(report)
+    assert len(NAMES) > 8 and all(word in page and word in text for name in NAMES for word in name)
+
+
+def test_the_headline_is_the_head_by_name_and_no_rival_is_called_so() -> None:
+    traces = head_traces(12)
+    runs = [Run(name, "float32", 0.0, 4, traces) for name in ("lookahead", "draft_model", "eagle3")]
+    found = build_report(runs=runs, resamples=0, **META)
+    assert found["headline"]["proposer"] == "eagle3" and "with the head," in found["verdict"]
+    alone = build_report(runs=runs[:1], resamples=0, **META)
+    assert alone["headline"]["proposer"] == "lookahead" and "with lookahead," in alone["verdict"]
 
 
 def test_the_markdown_twin_says_all_that_the_page_says(report: dict[str, Any]) -> None:
@@ -441,7 +478,7 @@ def test_less_than_everything_still_gives_a_report(kind: str) -> None:
     assert report["verdict"].endswith(".")
 
 
-def test_the_first_greedy_run_of_a_trained_head_is_the_headline() -> None:
+def test_the_first_greedy_run_of_the_head_is_the_headline() -> None:
     traces = head_traces(3)
     runs = [
         Run("none", "float32", 0.0, 0, [plain_of(t) for t in traces]),
@@ -450,7 +487,7 @@ def test_the_first_greedy_run_of_a_trained_head_is_the_headline() -> None:
         Run("medusa", "float32", 0.0, 3, head_traces(3, 3)),
         Run("eagle3", "float32", 0.0, 4, traces),
     ]
-    headline = build_report(runs=runs, resamples=0, **META)["headline"]
+    headline = build_report(runs=runs, resamples=0, **{**META, "head": {"name": "medusa"}})["headline"]
     assert headline == {"proposer": "medusa", "dtype": "float32", "temperature": 0.0, "gamma": 3}
 
 

@@ -23,8 +23,9 @@ from eval.decode import DecodeSettings, Request, decode
 from eval.server import DRIVER, Limits, Server, ask, check_interpreter, read_answer, to_trace
 from eval.server_check import acceptance_length, check, compare, to_lines
 from eval.trace import RequestTrace, Round, parse_traces
-from heads.artifact import UserError
+from heads.artifact import UserError, write_manifest
 from heads.export.folder import export_head
+from scripts.serve_check import checked_beside
 from tests.servable import SERVABLE, servable
 from tests.simulated_traces import trace_of
 from tests.test_head_checkpoint import FINGERPRINT, tiny_head
@@ -346,6 +347,20 @@ def test_every_method_has_a_control_of_its_own(tmp_path, kind) -> None:
     manifest = export_head(servable(kind), export, target_fingerprint=FINGERPRINT, target_path="t")
     broken = damage(export, CONTROLS[manifest["method"]], tmp_path / "broken")
     assert any((export / n).read_bytes() != (broken / n).read_bytes() for n in ("config.json", "model.safetensors"))
+
+
+def test_checks_of_another_version_are_left_out_of_the_overview(tmp_path, capsys) -> None:
+    side = {"acceptance_length": 2.0}
+    found = {"float32": {"head": {"same_text": 1, "requests": 1, "ours": side, "server": side}}}
+    now = {"passed": True, "method": "eagle3", "seconds": 1, "found": found}
+    older = {key: value for key, value in now.items() if key != "method"}
+    for name, body in (("a", older), ("b", now), ("c", {**now, "found": {"float32": {}}})):
+        write_manifest(tmp_path / name / "serve_check", "serve_check", body, {})
+    write_manifest(tmp_path / "d" / "serve_check", "serve_check", {**now, "format": -1}, {})
+    assert [*checked_beside(tmp_path / "b")] == ["b"]
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3 and all("was written by another version and is left out" in line for line in said)
+    assert [str(tmp_path / name) in line for name, line in zip("acd", said, strict=True)] == [True] * 3
 
 
 def test_our_own_decoder_counts_beyond_the_cut(tmp_path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from heads.artifact import UserError
 from heads.cache import BlockCache
-from heads.target import FrozenTarget
+from heads.target import FrozenTarget, render
 from tests import tiny
 from tests.tiny import FAMILIES, load_tiny, save_tiny, tiny_tokenizer
 
@@ -111,6 +111,22 @@ def test_the_fingerprint_names_what_differs(tmp_path) -> None:
     assert first.fingerprint["tokenizer"] == second.fingerprint["tokenizer"]
     tiny_tokenizer("{{ messages[0]['content'] }}").save_pretrained(tmp_path / "llama0")
     assert FrozenTarget.load(tmp_path / "llama0").fingerprint["template"] != first.fingerprint["template"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("{{ raise_exception('no') }}", r"refuses a conversation with the roles user \(no\)"),
+        ("{{ 'a' + 1 }}", r"fails on a conversation with the roles user \(TypeError: "),
+        ("{{ {}.popitem() }}", r"(fails on|refuses) .* \("),
+        ("{{ 'a'.index('b') }}", r"fails on .* \(ValueError: "),
+        ("{{ 1 // 0 }}", r"fails on .* \(ZeroDivisionError: "),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"fails on .* \(RecursionError: "),
+    ],
+)
+def test_a_template_that_fails_is_one_sentence(fault: str, words: str) -> None:
+    with pytest.raises(UserError, match=words + r".*leave it out or change the template\.$"):
+        render(tiny_tokenizer(fault), [{"role": "user", "content": "w1"}])
 
 
 def test_what_the_template_is_given_is_rendered_and_part_of_the_fingerprint(tmp_path) -> None:

@@ -88,6 +88,20 @@ def test_coverage_is_the_probability_on_draftable_tokens(tmp_path: Path) -> None
     assert one.inside == sum(token in chosen.ids_W.tolist() for token in trace.tokens[1:])
 
 
+def test_logits_are_taken_of_the_answer_alone_and_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load_tiny(tmp_path)
+    head = make_head(target, draft_size=60)
+    request = Request("long", "all", tuple(range(8, 38)))
+    traces = decode(target, [request], None, DecodeSettings(gamma=0, max_new_tokens=10))
+    whole = count_teacher_forced(target, head, [request], traces)
+    seen, logits = [], target.logits
+    monkeypatch.setattr(target, "logits", lambda last: (seen.append(len(last)), logits(last))[1])
+    monkeypatch.setattr("eval.teacher.CHUNK", 4)
+    (one,) = count_teacher_forced(target, head, [request], traces)
+    assert seen == [4, 4, 3], "the place before the answer and its ten tokens"
+    assert one.covered == pytest.approx(whole[0].covered) and one.right == whole[0].right
+
+
 def test_the_gap_by_hand() -> None:
     """Teacher-forced 6 of 10 and 3 of 6; the decoder 2 of 3 and 1 of 2."""
     counts = [TeacherCounts("a", (4, 2), (6, 4), 8.0, 7, 10), TeacherCounts("b", (2, 1), (4, 2), 10.0, 9, 10)]

@@ -20,11 +20,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from heads.artifact import UserError
-from heads.target import FrozenTarget, render
+from heads.target import TEMPLATE_FAULTS, FrozenTarget, render
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -141,7 +140,7 @@ class ChatEncoder:
                 return_assistant_tokens_mask=self.marked,
                 **self._template,
             )
-        except (TemplateError, TypeError) as error:  # TypeError: a template that joins text with what is no text
+        except TEMPLATE_FAULTS as error:
             raise MaskError("the template refuses the answer") from error
         ids = [int(index) for index in result["input_ids"]]
         return ids, list(result["assistant_masks"]) if self.marked else None

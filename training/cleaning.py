@@ -20,7 +20,7 @@ from typing import Any
 from zlib import crc32
 
 from heads.artifact import UserError
-from training.traffic import Conversation
+from training.traffic import Conversation, Message, hash_of
 
 _RUN, _PERMUTATIONS = 5, 128
 _EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]{1,64}@(?:[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,62})\.){1,8}[a-zA-Z]{2,24}\b")
@@ -139,12 +139,36 @@ class NearDuplicates:
 
 
 def redacted(value: Any, redact: Callable[[str], str]) -> Any:
-    """A JSON value with all its texts blacked out; names of fields stay."""
+    """A JSON value with all its texts blacked out; names of fields stay, also where a JSON schema lists them."""
     if isinstance(value, dict):
-        return {key: redacted(item, redact) for key, item in value.items()}
+        names = ("required",) if isinstance(value.get("properties"), dict) else ()
+        return {key: item if key in names else redacted(item, redact) for key, item in value.items()}
     if isinstance(value, list):
         return [redacted(item, redact) for item in value]
     return redact(value) if isinstance(value, str) else value
+
+
+def redacted_message(message: Message, redact: Callable[[str], str]) -> Message:
+    """What is said and what is called with; the ids and names that join a call, its result and its tool stay."""
+    said = {**message, "content": redact(message["content"])}
+    if "tool_calls" in message:
+        said["tool_calls"] = [
+            {**call, "function": {**function, "arguments": redacted(function["arguments"], redact)}}
+            for call in message["tool_calls"]
+            for function in [call["function"]]
+        ]
+    return said
+
+
+def redacted_tool(tool: dict[str, Any], redact: Callable[[str], str]) -> dict[str, Any]:
+    """A tool's schema with its texts blacked out, but for what calls refer to: its name and those of its parameters."""
+    schema: dict[str, Any] = redacted(tool, redact)
+    return {**schema, "function": {**schema["function"], "name": tool["function"]["name"]}}
+
+
+def redacted_id(name: str, redact: Callable[[str], str]) -> str:
+    """An id; one that would be blacked out becomes a hash, since several would become one and the same."""
+    return name if redact(name) == name else f"redacted-{hash_of('redacted', name)[:24]}"
 
 
 def _normalised(conversation: Conversation) -> str:

@@ -223,14 +223,14 @@ def look_at_cost(
     features: Path | None,
     chosen: HeadSizes,
 ) -> Section:
-    """Disk, memory, time and GPUs for each kind of head (None: not for this target).
+    """Disk, memory and time, here and on one GPU, for each kind of head (None: not for this target).
 
     how: what the work was taken from, in words; features: where the chosen head's states will lie, None where
     that is not to be checked."""
     sizes, rate = TargetSizes.of(target), forward_rate(target)
     here = Machine(flops=2 * sizes.body * rate, generated=answered.seconds / answered.generated * rate)
     gpu = Machine(flops=settings.gpu_tflops * 1e12, generated=settings.gpu_generation, memory=settings.gpu_memory * 1e9)
-    table = [("head", "disk", "memory", "collect here", "train here", "GPUs", "GPU time")]
+    table = [("head", "disk", "memory", "collect here", "train here", "one GPU", "GPU time")]
     for name, head in heads.items():
         if head is None:
             table.append((name, "not for this target", *[""] * 5))
@@ -243,8 +243,8 @@ def look_at_cost(
                 size_of(local.memory),
                 time_of(local.collect_seconds),
                 time_of(local.train_seconds),
-                str(planned.gpus),
-                time_of(planned.collect_seconds + planned.train_seconds),
+                "fits" if planned.fits else "too small",
+                time_of(planned.collect_seconds + planned.train_seconds) if planned.fits else "–",
             )
         )
     rows = (
@@ -260,7 +260,7 @@ def look_at_cost(
         (
             "GPU",
             f"{settings.gpu_memory:g} GB, {settings.gpu_tflops:g} TFLOP/s, a written token costs "
-            f"{settings.gpu_generation:g} read ones: assumed, see doctor.gpu_…",
+            f"{settings.gpu_generation:g} read ones: assumed, see doctor.gpu_…; the whole target lies on each GPU",
         ),
         ("disk", "positions · ((taps + last) · width · bytes + 9)"),
         ("collect", "2 · parameters · (read + cost · written) / FLOP/s"),
@@ -271,6 +271,15 @@ def look_at_cost(
         ),
     )
     found: list[Finding] = []
+    if not (planned := estimate(sizes, chosen, work, gpu)).fits:
+        found.append(
+            Finding(
+                False,
+                f"The target {target.path} with this head needs {size_of(planned.memory)} and does not fit one GPU of "
+                f"{settings.gpu_memory:g} GB, and dividing a target among GPUs is not supported yet; plan for a larger "
+                f"one with doctor.gpu_memory=, or set generation.batch_size= and train.global_batch_tokens= lower.",
+            )
+        )
     if features is not None:
         try:
             check_disk(features, estimate(sizes, chosen, work, here).disk)

@@ -1,4 +1,4 @@
-"""What features and training will take: disk, memory, time and GPUs, by a formula that is stated with its numbers.
+"""What features and training will take: disk, memory and time, by a formula that is stated with its numbers.
 
 With n positions (prompts p, answers a), D the target's width, P its parameters in b bytes each, F sustained FLOP/s:
     disk      n · ((taps + last) · D · b + 9)                       states, ids, mask and log-sum-exp
@@ -6,18 +6,21 @@ With n positions (prompts p, answers a), D the target's width, P its parameters 
     train     epochs · a · (6 · M + (6 or 4) · K · W · D + 2 · W · D) / F
     memory    collecting: P · b + keys and values of one batch
               training:   P · b + 16 · trained + positions of a step · (states of K passes)
-M are the matrix elements a start goes through in all K passes of the head, W its vocabulary; 6 where the projection is
-trained, 4 where it is the target's; 16 bytes are an fp32 weight, its gradient and two moments.
+M are the matrix elements a start goes through in all K passes of the head (of experts those that a token is sent to), W
+its vocabulary; 6 where the projection is trained, 4 where it is the target's; 16 bytes are an fp32 weight, its gradient
+and two moments. Every process holds the whole target, so more GPUs add speed and no room.
 
 It knows neither files nor models, only their sizes.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from heads.base import DraftHead, FeatureNeeds
 from heads.recurrent import SelfFedHead
@@ -26,6 +29,8 @@ from heads.target import FrozenTarget
 _USABLE = 0.9  # of a GPU's memory; the rest is the allocator's and the runtime's
 _STATES = 18  # widths D of activations that a decoder block keeps per position and pass, besides 3 of its MLP
 _FIXED = 9  # bytes of ids, mask and log-sum-exp per position
+_PROJECTIONS = ("lm_head", "lm_heads")  # what heads call a vocabulary projection of their own
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")  # as families call it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,22 +77,32 @@ class HeadSizes:
     own_projection: bool
 
     @classmethod
-    def of(cls, name: str, head: DraftHead, hidden: int) -> HeadSizes:
+    def of(cls, name: str, head: DraftHead) -> HeadSizes:
         """The sizes of a head, which may have been built without memory."""
-        width, depth = len(head.vocab.ids_W), int(head.arguments["depth"])
-        trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-        projection = [one for one in trained if one.shape[-2:] == (width, hidden)]
-        matrices = sum(one.numel() for one in trained if one.dim() > 1) - sum(one.numel() for one in projection)
+        depth, sizes = int(head.arguments["depth"]), head.arguments.get("sizes", {})
+        trained = {path: one for path, one in head.named_parameters() if one.requires_grad}
+        projection = [path for path in trained if path.split(".")[0] in _PROJECTIONS]
+        matrices = sum(_passed(path, one, sizes) for path, one in trained.items() if path not in projection)
         return cls(
             name=name,
             needs=head.needs,
             depth=depth,
             # One block is used in every pass; stacked heads have blocks of each pass's own.
             passed=matrices * (depth if isinstance(head, SelfFedHead) else 1),
-            trained=sum(one.numel() for one in trained),
-            vocab=width,
+            trained=sum(one.numel() for one in trained.values()),
+            vocab=len(head.vocab.ids_W),
             own_projection=bool(projection),
         )
+
+
+def _passed(path: str, parameter: nn.Parameter, sizes: Mapping[str, Any]) -> int:
+    """Matrix elements of one weight that a token goes through. Of experts, which lie side by side in [E, …], it goes
+    through as many as the family's configuration says."""
+    if parameter.dim() < 2:
+        return 0
+    experts = parameter.dim() == 3 and "experts" in path.split(".")
+    taken = next((int(sizes[key]) for key in _PER_TOKEN if sizes.get(key)), None) if experts else None
+    return parameter.numel() if taken is None else parameter.numel() // len(parameter) * min(taken, len(parameter))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,14 +138,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Estimate:
-    """disk and memory in bytes, times in seconds on one such machine or GPU; gpus: None without a limit."""
+    """disk and memory in bytes, times in seconds on one such machine or GPU; fits: whether its memory holds the larger
+    need, which no number of them can share (true without a limit)."""
 
     disk: int
     collect_memory: int
     train_memory: int
     collect_seconds: float
     train_seconds: float
-    gpus: int | None
+    fits: bool
 
     @property
     def memory(self) -> int:
@@ -148,11 +164,8 @@ def estimate(target: TargetSizes, head: HeadSizes, work: Workload, machine: Mach
     train_memory = weights + 16 * head.trained + work.step_positions * per_position
     collect = 2 * target.body * (work.prompt_tokens + machine.generated * work.answer_tokens) / machine.flops
     train = work.epochs * work.answer_tokens * train_flops(target, head) / machine.flops
-    gpus = None
-    if machine.memory is not None:
-        least = max(collect_memory, train_memory) / (_USABLE * machine.memory)
-        gpus = 2 ** math.ceil(math.log2(max(1.0, least)))  # a target is divided among a power of two
-    return Estimate(disk, collect_memory, train_memory, collect, train, gpus)
+    fits = machine.memory is None or max(collect_memory, train_memory) <= _USABLE * machine.memory
+    return Estimate(disk, collect_memory, train_memory, collect, train, fits)
 
 
 def train_flops(target: TargetSizes, head: HeadSizes) -> int:

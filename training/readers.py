@@ -22,7 +22,7 @@ from dataclasses import asdict
 from typing import Any
 
 from heads.artifact import UserError
-from training.cleaning import Cleaning, NearDuplicates, redacted
+from training.cleaning import Cleaning, NearDuplicates, redacted_id, redacted_message, redacted_tool
 from training.formats import FORMATS, chat_of, choose_format
 from training.messages import RowError, has_empty_answer, text_of, tools_of, turns_of
 from training.sources import HUB, RawRow, find_files, read_file, read_hub
@@ -197,14 +197,16 @@ def parse_row(
     """One row as a conversation; raises RowError with the reason when it is malformed.
 
     form: one of `training.formats`, by the row itself where it is None. empty_answers: whether a logged answer may be
-    empty. redact: what blacks out a text, before the row gets an id from its content.
+    empty. redact: what blacks out a text, before the row gets an id from its content; an id that holds such a
+    text becomes a hash.
     """
     messages, offered = chat_of(row, form or choose_format([row]))
     turns, tools = turns_of(messages), tools_of(offered)
     if not empty_answers and has_empty_answer(messages):
         raise RowError("an answer is empty")
     if redact is not None:
-        turns = redacted(turns, redact)
+        turns = [[redacted_message(message, redact) for message in turn] for turn in turns]
+        tools = tuple(redacted_tool(tool, redact) for tool in tools)
     fields = row if isinstance(row, dict) else {}
     label, name = fields.get(slice_field), fields.get("id", fields.get("custom_id"))
     if name is None:
@@ -216,7 +218,10 @@ def parse_row(
     label = default_slice if label is None else label
     if not isinstance(label, str) or not label:
         raise RowError("slice is not text")
-    return Conversation(text_of(name), text_of(label), tuple(tuple(turn) for turn in turns), tools)
+    name, label = text_of(name), text_of(label)
+    if redact is not None:
+        name, label = redacted_id(name, redact), redact(label)
+    return Conversation(name, label, tuple(tuple(turn) for turn in turns), tools)
 
 
 def _choose(conversations: Iterable[Conversation], limits: int | Mapping[str, int | None] | None) -> list[Conversation]:

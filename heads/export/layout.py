@@ -77,13 +77,15 @@ class OfTarget:
 class Layout(ABC):
     """title: as sentences name it; reader: who reads it; head: the class path of the heads it takes; method: the
     reader's own word for it; lends: whether tensors of the target are written too, so that the head must be attached
-    to it; file: of the weights; dtype_key: under which the configuration says the number format."""
+    to it; whole_vocabulary: whether the reader drafts from all of it; file: of the weights; dtype_key: under which the
+    configuration says the number format."""
 
     title: str
     reader = "vLLM"
     head: str
     method: str
     lends = False
+    whole_vocabulary = True
     file = TENSORS
     dtype_key = "dtype"
 

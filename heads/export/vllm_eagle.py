@@ -65,6 +65,7 @@ class Eagle3Layout(Layout):
     """EAGLE-3 and 3.1: own final norm, own projection to the draft vocabulary, which is stored as offsets."""
 
     title, head, method = "EAGLE-3", "heads.eagle3.Eagle3Head", "eagle3"
+    whole_vocabulary = False
     nested_from = 0  # what turns an id in eagle_config into a boundary
 
     def fits(self, config: Mapping[str, Any]) -> bool:
