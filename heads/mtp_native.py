@@ -51,9 +51,8 @@ class NativeMTPHead(SelfFedHead):
         norm_output: bool = True,
         zero_first: bool = False,
     ) -> None:
-        how = {"depth": depth, "loss": loss, "decay": decay, "eta": eta}
-        flags = {"norm_output": norm_output, "zero_first": zero_first}
-        super().__init__(needs=FeatureNeeds(), vocab=vocab, **how, sizes=dict(sizes), **flags)
+        own = {"sizes": dict(sizes), "norm_output": norm_output, "zero_first": zero_first}
+        super().__init__(needs=FeatureNeeds(), vocab=vocab, depth=depth, loss=loss, decay=decay, eta=eta, own=own)
         self.norm_output, self.zero_first = norm_output, zero_first
         donor = _donor(sizes)
         module = MtpModel(donor, 1)

@@ -111,7 +111,8 @@ def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: boo
         draft.to(device=target.device, dtype=target.dtype).eval()  # as it is served; the one in training stays as it is
         draft.attach(target.weights)
         found = measure(decode(target, requests, draft, settings), gamma=plan.gamma, resamples=0)
-        return {"tokens_per_round": found.tokens_per_round.value}
+        tau = found.tokens_per_round.value
+        return {} if tau is None else {"tokens_per_round": tau}
 
     return on_eval
 
