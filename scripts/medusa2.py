@@ -86,12 +86,11 @@ def _trained(cfg: DictConfig, folder: Path) -> tuple[DraftHead, TrainResult, lis
     import torch
 
     from heads.checkpoint import load_head, read_facts
-    from scripts.train import check_origin
+    from scripts.train import check_origin, open_features
     from training.joint import drift, save_adapter
     from training.loop import train
-    from training.store import FeatureStore
 
-    store = FeatureStore.open(cfg.features_dir)
+    store = open_features(cfg)
     target = load_target(cfg)
     check_origin(cfg, store, target)
     head = load_head(cfg.head_dir, target=target)

@@ -30,12 +30,11 @@ def run(cfg: DictConfig) -> None:
     from heads.artifact import write_manifest
     from heads.checkpoint import save_head
     from training.loop import open_accelerator, train
-    from training.store import FeatureStore
 
-    features, folder, main = Path(cfg.features_dir), Path(cfg.run_dir), int(os.environ.get("RANK", "0")) == 0
+    folder, main = Path(cfg.run_dir), is_main()
     say = print if main else (lambda *text, **options: None)
-    say(f"train     {cfg.head._target_.rpartition('.')[2]} on {features}", flush=True)
-    store = FeatureStore.open(features)
+    say(f"train     {cfg.head._target_.rpartition('.')[2]} on {cfg.features_dir}", flush=True)
+    store = open_features(cfg)
     target = load_target(cfg)
     check_origin(cfg, store, target)
     donor = donor_of(cfg, target)
@@ -77,6 +76,24 @@ def run(cfg: DictConfig) -> None:
             body = {**saved, "target": target.fingerprint, **numbers}
             write_manifest(folder / "head", "head", body, config=plain(cfg))
         say(f"          {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s; it is in {folder / 'head'}")
+
+
+def is_main() -> bool:
+    """Whether this is the process of a launch that speaks for all."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def open_features(cfg: DictConfig) -> FeatureStore:
+    """The store of the config, its files compared with their checksums where train.verify says so."""
+    from training.store import FeatureStore
+
+    def tell(size: int) -> None:
+        print(f"          checking {size / 1e9:.1f} GB of features; train.verify=false skips that", flush=True)
+
+    store = FeatureStore.open(cfg.features_dir)
+    if cfg.train.verify and is_main():  # the others wait for it where they first meet
+        store.verify(tell)
+    return store
 
 
 def donor_of(cfg: DictConfig, target: FrozenTarget) -> DraftHead | None:

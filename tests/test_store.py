@@ -182,6 +182,29 @@ def test_one_flipped_byte_is_named_and_only_that_shard_is_made_again(tmp_path: P
     assert sorted(kept) == ["shard-00000.safetensors", "shard-00002.safetensors"]
 
 
+@pytest.mark.parametrize("name", ["documents.jsonl", "token_counts.safetensors"])
+def test_a_cut_off_file_beside_the_shards_is_named_when_the_store_is_opened(tmp_path: Path, name: str) -> None:
+    folder, shards = tmp_path / "f", [documents(3)]
+    fill(folder, shards)
+    before = contents(folder)
+    (folder / name).write_bytes((folder / name).read_bytes()[:-10])
+    with pytest.raises(UserError, match=rf"damaged: {name} changed .* delete"):
+        FeatureStore.open(folder)
+    (folder / name).unlink()
+    fill(folder, shards)
+    assert contents(folder) == before
+
+
+def test_only_a_large_store_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path / "f", [documents(3)])
+    told: list[int] = []
+    FeatureStore.open(tmp_path / "f").verify(told.append)
+    assert not told
+    monkeypatch.setattr(store, "_LARGE", 1)
+    FeatureStore.open(tmp_path / "f").verify(told.append)
+    assert told == [sum(path.stat().st_size for path in (tmp_path / "f").glob("shard-*.safetensors"))]
+
+
 def test_an_unfinished_store_is_not_opened(tmp_path: Path) -> None:
     StoreWriter(tmp_path / "f", settings()).add("shard-00000", ["x"], documents(2), {})
     with pytest.raises(UserError, match="no finished features"):
