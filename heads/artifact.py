@@ -7,6 +7,8 @@ contains.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +16,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -51,6 +53,28 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
         raise UserError(
             f"Cannot write {path}: {error.strerror}; free some space there or choose another folder."
         ) from error
+
+
+@contextlib.contextmanager
+def locked(folder: str | Path, doing: str) -> Iterator[None]:
+    """Keep other processes from filling `folder` within the context; the lock lies beside it and ends with the process.
+
+    doing: what they would do, such as "trains into". Raises UserError when another one has the lock. Where there can be
+    no lock (a folder that is only read, some network disks) it goes without.
+    """
+    folder = Path(folder)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(folder.parent / f".{folder.name}.lock", "w"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"Another process {doing} {folder}; wait until it has ended, or choose another name=."
+            ) from error
+        except OSError:
+            pass
+        yield
 
 
 def sync_folder(folder: Path) -> None:

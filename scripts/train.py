@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +28,23 @@ if TYPE_CHECKING:
 
 def run(cfg: DictConfig) -> None:
     """Train into runs/<name>/head, continuing from its last checkpoint; a finished run is used as it is."""
+    from heads.artifact import locked
+
+    if is_main():
+        print(f"train     {cfg.head._target_.rpartition('.')[2]} on {cfg.features_dir}", flush=True)
+    store = open_features(cfg)
+    # All processes of a launch are one trainer.
+    with locked(Path(cfg.run_dir) / "head", "trains into") if is_main() else nullcontext():
+        _train_on(cfg, store)
+
+
+def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
     from heads.artifact import write_manifest
     from heads.checkpoint import save_head
     from training.loop import open_accelerator, train
 
     folder, main = Path(cfg.run_dir), is_main()
     say = print if main else (lambda *text, **options: None)
-    say(f"train     {cfg.head._target_.rpartition('.')[2]} on {cfg.features_dir}", flush=True)
-    store = open_features(cfg)
     target = load_target(cfg)
     check_origin(cfg, store, target)
     donor = donor_of(cfg, target)
