@@ -5,14 +5,13 @@ Traces of earlier evaluations may lie there too: only those whose counts are the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from eval.report import Run, find_rows
 from eval.suite import Task
-from eval.trace import RequestTrace, parse_traces
+from eval.trace import RequestTrace, read_traces
 
 _COUNTED = ("requests", "rounds", "accepted", "tokens")
 
@@ -30,11 +29,9 @@ def kept_runs(folder: str | Path, report: Mapping[str, Any], **wanted: Any) -> l
 
 
 def _read(path: Path, row: Mapping[str, Any]) -> Run | None:
-    first, _, rest = path.read_text().partition("\n")
-    try:
-        head, traces = json.loads(first), parse_traces(rest)
-    except ValueError:  # cut off, or written by another version
+    if (kept := read_traces(path)) is None or "timed" not in kept[0]:
         return None
+    head, traces = kept
     if _counts(list(traces)) != {name: row[name] for name in _COUNTED}:
         return None
     timed = [trace for trace in traces if trace.request_id in head["timed"]]

@@ -18,7 +18,7 @@ from eval.decode import DecodeSettings, Proposer, Request, decode
 from eval.exactness import Divergence, divergences, generate_texts
 from eval.report import PLAIN, Run
 from eval.static_tree import tree_setting
-from eval.trace import RequestTrace, dump_traces, parse_traces
+from eval.trace import RequestTrace, dump_traces, read_traces
 from eval.verify import Sampling
 from heads.artifact import UserError, digest, write_atomic
 from heads.target import DTYPES, FrozenTarget
@@ -208,7 +208,8 @@ class Suite:
             return {}
         name = f"timed-{task.dtype}"
         names = list(proposers)
-        if (kept := self._kept(name)) is not None and kept[0]["proposers"] == names:
+        wanted = [request.request_id for request in chosen] * len(names)
+        if (kept := self._kept(name, wanted)) is not None and kept[0]["proposers"] == names:
             traces = kept[1]
             return {key: list(traces[n * len(chosen) :][: len(chosen)]) for n, key in enumerate(names)}
         self.announce(f"{task.dtype}: {' · '.join(proposers)} in turn, timed", len(chosen) * len(proposers))
@@ -236,7 +237,7 @@ class Suite:
         self._keep(task.name, {**asdict(task), "divergences": found, "timed": timed}, run.traces)
 
     def _read(self, task: Task) -> Run | None:
-        if (kept := self._kept(task.name)) is None:
+        if (kept := self._kept(task.name, [request.request_id for request in self.requests])) is None:
             return None
         head, traces = kept
         found = head["divergences"]
@@ -247,14 +248,15 @@ class Suite:
         head = {"key": self.key, **facts}
         write_atomic(self.folder / f"{name}.jsonl", json.dumps(head) + "\n" + dump_traces(traces))
 
-    def _kept(self, name: str) -> tuple[dict[str, Any], Sequence[RequestTrace]] | None:
-        """What an earlier session kept under this name, if it was the same evaluation."""
+    def _kept(self, name: str, wanted: Sequence[str]) -> tuple[dict[str, Any], Sequence[RequestTrace]] | None:
+        """What an earlier session kept under this name, if it was the same evaluation and all of it is there.
+
+        wanted: the requests of its traces in their order; what is cut off or damaged is simply made again.
+        """
         path = self.folder / f"{name}.jsonl"
-        if not path.is_file():
+        if not path.is_file() or (kept := read_traces(path)) is None or kept[0].get("key") != self.key:
             return None
-        first, _, rest = path.read_text().partition("\n")
-        head = json.loads(first)
-        return (head, parse_traces(rest)) if head["key"] == self.key else None
+        return kept if [trace.request_id for trace in kept[1]] == list(wanted) else None
 
 
 def _run(task: Task, traces: Sequence[RequestTrace], found: Sequence[Divergence] | None, timed: Sequence[str]) -> Run:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 FINISHES = ("stop", "length")
@@ -131,3 +132,13 @@ def parse_traces(text: str) -> Sequence[RequestTrace]:
         except json.JSONDecodeError as error:
             raise ValueError(f"Line {number} of the traces is no JSON; delete it, evaluate again.") from error
     return traces
+
+
+def read_traces(path: Path) -> tuple[dict[str, Any], Sequence[RequestTrace]] | None:
+    """A file of one line of facts and then traces; None where it is cut off, damaged or of another version."""
+    try:
+        first, _, rest = path.read_text(encoding="utf-8").partition("\n")
+        facts = json.loads(first)
+        return (facts, parse_traces(rest)) if isinstance(facts, dict) else None
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError):
+        return None

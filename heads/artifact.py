@@ -7,6 +7,8 @@ contains.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +16,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -53,6 +55,28 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
         ) from error
 
 
+@contextlib.contextmanager
+def locked(folder: str | Path, doing: str) -> Iterator[None]:
+    """Keep other processes from filling `folder` within the context; the lock lies beside it and ends with the process.
+
+    doing: what they would do, such as "trains into". Raises UserError when another one has the lock. Where there can be
+    no lock (a folder that is only read, some network disks) it goes without.
+    """
+    folder = Path(folder)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(folder.parent / f".{folder.name}.lock", "w"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"Another process {doing} {folder}; wait until it has ended, or choose another name=."
+            ) from error
+        except OSError:
+            pass
+        yield
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries, so that a rename inside it survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)
@@ -65,6 +89,37 @@ def sync_folder(folder: Path) -> None:
 def write_json(path: str | Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically; keys keep their order."""
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: str | Path, what: str, remedy: str, needed: Sequence[str] = ()) -> dict[str, Any]:
+    """The JSON object in a file, such as the ones this program writes.
+
+    what: the file in words; remedy: what to do when it is damaged, as the end of a sentence. Raises UserError when it
+    cannot be read, is no JSON object (cut off, say) or lacks one of the `needed` keys.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}, {what}, is not there; {remedy}.") from error
+    except ValueError as error:
+        raise UserError(f"{path}, {what}, is damaged: it is not valid JSON ({error}); {remedy}.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}, {what}, is damaged: it holds no JSON object; {remedy}.")
+    if missing := [key for key in needed if key not in value]:
+        raise UserError(f"{path}, {what}, is damaged: it lacks {', '.join(missing)}; {remedy}.")
+    return value
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with its own checksum under `digest`, for a JSON file that tells whether it is as it was written."""
+    plain = json.loads(json.dumps(value))
+    return {**plain, "digest": digest(plain)}
+
+
+def seal_holds(value: Mapping[str, Any]) -> bool:
+    """Whether a value is as `sealed` left it; what was written without a checksum is taken as it is."""
+    bare = {key: one for key, one in value.items() if key != "digest"}
+    return "digest" not in value or value["digest"] == digest(bare)
 
 
 def sha256_file(path: str | Path) -> str:
@@ -123,13 +178,10 @@ def read_manifest(folder: str | Path, kind: str) -> dict[str, Any]:
         raise UserError(
             f"{folder} holds no finished {kind} artifact (no {MANIFEST}); run the stage that makes it first."
         )
-    try:
-        manifest = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); delete {folder} and run its stage again.") from error
+    manifest = read_json(path, f"the manifest of {folder}", f"delete {folder} and run its stage again")
     if manifest.get("kind") != kind or manifest.get("format") != FORMAT:
         raise UserError(
             f"{folder} is a {manifest.get('kind')!r} artifact of format {manifest.get('format')!r}, "
             f"but {kind!r} of format {FORMAT} is needed; give the folder of that stage."
         )
-    return dict(manifest)
+    return manifest

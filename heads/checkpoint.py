@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from heads.artifact import UserError, write_atomic, write_json
+from heads.artifact import UserError, seal_holds, sealed, write_atomic, write_json
 from heads.base import DraftHead
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
@@ -68,7 +69,7 @@ def save_head(
         "extra": dict(extra or {}),
     }
     write_atomic(folder / TENSORS, data)
-    write_json(folder / FACTS, facts)
+    write_json(folder / FACTS, sealed(facts))
     return {"name": head_name(head), "sha256": sha256}
 
 
@@ -92,7 +93,7 @@ def load_head(folder: str | Path, *, target: FrozenTarget | None = None) -> Draf
 
 
 def read_facts(folder: str | Path) -> dict[str, Any]:
-    """`head.json` of a folder. Raises UserError when there is none or it is of another format."""
+    """`head.json` of a folder. Raises UserError when there is none, it is of another format, or was changed."""
     path = Path(folder) / FACTS
     if not path.is_file():
         raise UserError(f"{folder} holds no trained head (no {FACTS}); give the folder that training wrote.")
@@ -103,6 +104,8 @@ def read_facts(folder: str | Path) -> dict[str, Any]:
     needed = ("_target_", "arguments", "vocab_size", "target", "sha256")
     if not isinstance(facts, dict) or facts.get("format") != FORMAT or any(key not in facts for key in needed):
         raise UserError(f"{path} is not a head of format {FORMAT}; train or convert it with this version.")
+    if not seal_holds(facts):
+        raise UserError(f"{path} changed after it was written; copy it again, or train or convert the head again.")
     return facts
 
 
@@ -173,5 +176,7 @@ def build_head(kind: str, arguments: Mapping[str, Any], vocab: DraftVocabulary, 
         raise UserError(f"{refusal}; it was written by another version.")
     try:
         return found(vocab=vocab, **arguments)
-    except TypeError as error:
+    except UserError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError, StrictDataclassError) as error:
         raise UserError(f"{source} does not fit {kind} ({error}); it is from another version.") from error

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def run(cfg: DictConfig) -> None:
     """Fill traffic_dir and features_dir; what is finished is used as it is."""
+    from heads.artifact import locked
     from training.collect import collect
     from training.traffic import load_traffic, write_traffic
 
@@ -32,14 +33,15 @@ def run(cfg: DictConfig) -> None:
     print(f"target    loading {cfg.target.path}", flush=True)
     target = load_target(cfg)
     print(f"features  the target answers in {cfg.target.dtype}; answers and states come from one pass", flush=True)
-    manifest = collect(
-        target=target,
-        conversations=traffic.train,
-        folder=features,
-        needs=collected_needs(cfg, target),
-        generation=generation_settings(cfg),
-        config=plain(cfg),
-    )
+    with locked(features, "collects into"):
+        manifest = collect(
+            target=target,
+            conversations=traffic.train,
+            folder=features,
+            needs=collected_needs(cfg, target),
+            generation=generation_settings(cfg),
+            config=plain(cfg),
+        )
     print(
         f"          {manifest['documents']} answers, {manifest['supervised_tokens']:,} tokens to learn from "
         f"({manifest['tokens']:,} with prompts) in {features}",

@@ -6,13 +6,13 @@ python -m scripts.compare 'runs=[runs/compare/eagle3,runs/mine]' comparison_dir=
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from scripts.common import script
+from scripts.costs import read_report
 from scripts.settings import check_value, plain
 
 REPORT = Path("report") / "report.json"
@@ -52,7 +52,7 @@ def write_comparison(runs: Sequence[Path], folder: Path) -> None:
     print(f"compare   {', '.join(map(str, runs)) or folder}", flush=True)
     short = len({run.name for run in runs}) == len(runs)
     folders = {run.name if short else str(run): (run / REPORT).parent for run in runs}
-    reports = {name: json.loads((at / REPORT.name).read_text()) for name, at in folders.items()}
+    reports = {name: read_report(at / REPORT.name) for name, at in folders.items()}
     behind = {name: kept_runs(at, reports[name]) for name, at in folders.items()}
     comparison = {**compare(reports, behind), "provenance": provenance()}
     write_json(folder / "comparison.json", comparison)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,10 @@ from scripts.settings import build, check_value, plain
 if TYPE_CHECKING:
     from eval.cost_table import CostTable
     from eval.prediction import Comparison
+
+
+REDO = "delete it and evaluate again: python -m scripts.evaluate name=…"
+REPORT_KEYS = ("headline", "head", "target", "traffic", "results")  # what every reader of a report goes by
 
 
 def bench_cost(cfg: DictConfig) -> None:
@@ -62,13 +65,22 @@ def machine(cfg: DictConfig) -> dict[str, Any]:
 
 
 def read_costs(path: Path) -> CostTable:
-    """The costs of a run. Raises UserError when they were not measured."""
+    """The costs of a run. Raises UserError when they were not measured, or are damaged."""
     from eval.cost_table import CostTable
-    from heads.artifact import UserError
+    from heads.artifact import UserError, read_json
 
     if not path.is_file():
         raise UserError(f"{path} is not there; measure the costs first: python -m scripts.bench bench=cost name=….")
-    return CostTable.from_json(json.loads(path.read_text()))
+    again = "measure them again: python -m scripts.bench bench=cost name=…"
+    value = read_json(path, "measured costs", again, needed=("format",))
+    try:
+        table = CostTable.from_json(value)
+        missing = [name for name in ("head", "dtype", "device", "threads") if name not in table.facts]
+        if missing or not table.cells:
+            raise KeyError(", ".join(missing) or "cells")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {again}.") from error
+    return table
 
 
 def costs_identity(path: Path) -> dict[str, Any]:
@@ -84,9 +96,15 @@ def kept_load(report: Path, head: str, key: str) -> tuple[dict[str, Any] | None,
 
     It is kept where head, traces (by the key of the evaluation) and costs are those that it rests on.
     """
-    from heads.artifact import sha256_file
+    from heads.artifact import UserError, sha256_file
 
-    if not report.is_file() or not (load := (before := read_report(report)).get("load")):
+    if not report.is_file():
+        return None, ""
+    try:
+        before = read_report(report)
+    except UserError:
+        return None, "The earlier report was damaged and is replaced; if it held advice, run scripts.advise again."
+    if not (load := before.get("load")):
         return None, ""
     costs = load.get("costs") or {"path": "", "sha256": None}  # an older version did not say
     file = Path(costs["path"])
@@ -105,12 +123,12 @@ def kept_load(report: Path, head: str, key: str) -> tuple[dict[str, Any] | None,
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """An evaluation's report. Raises UserError when there is none."""
-    from heads.artifact import UserError
+    """An evaluation's report. Raises UserError when there is none, or it is damaged."""
+    from heads.artifact import UserError, read_json
 
     if not path.is_file():
         raise UserError(f"{path} is not there; evaluate the head first: python -m scripts.evaluate name=….")
-    return dict(json.loads(path.read_text()))
+    return read_json(path, "an evaluation's report", REDO, needed=REPORT_KEYS)
 
 
 def bench_prediction(cfg: DictConfig) -> None:

@@ -7,12 +7,12 @@ python -m scripts.export name=mine export=speculators push=org/name
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from scripts.common import script, servable_head
+from scripts.costs import read_report
 from scripts.settings import build, check_value, plain
 
 
@@ -29,7 +29,7 @@ def run(cfg: DictConfig) -> None:
     evidence = None
     facts = read_facts(cfg.head_dir)
     if report_path.is_file():
-        report = json.loads(report_path.read_text())
+        report = read_report(report_path)
         if report["head"]["sha256"] == facts["sha256"]:
             evidence = Evidence(report, to_markdown(report))
         else:

@@ -22,14 +22,21 @@ if TYPE_CHECKING:
 
 def run(cfg: DictConfig) -> None:
     """Train into runs/<name>/adapter and runs/<name>/head, continuing from the last checkpoint."""
+    from heads.artifact import locked
+
+    _check(cfg)
+    print(f"medusa2   {cfg.head_dir} and its target {cfg.target.path} learn together", flush=True)
+    with locked(Path(cfg.run_dir) / "head", "trains into"):
+        _train_both(cfg)
+
+
+def _train_both(cfg: DictConfig) -> None:
     from heads.artifact import write_manifest
     from heads.checkpoint import save_head
     from scripts.train import is_saved
     from training.joint import MODIFIED, drift
 
-    _check(cfg)
     folder = Path(cfg.run_dir)
-    print(f"medusa2   {cfg.head_dir} and its target {cfg.target.path} learn together", flush=True)
     head, result, held_out, rounding = _trained(cfg, folder)
     print("          the adapted target against the original, on held-out prompts", flush=True)
     adapted = load_target(OmegaConf.merge(cfg, {"target": {"adapter": str(folder / "adapter")}}))
@@ -88,12 +95,11 @@ def _trained(cfg: DictConfig, folder: Path) -> tuple[DraftHead, TrainResult, lis
     import torch
 
     from heads.checkpoint import load_head, read_facts
-    from scripts.train import check_origin
+    from scripts.train import check_origin, open_features
     from training.joint import drift, save_adapter
     from training.loop import train
-    from training.store import FeatureStore
 
-    store = FeatureStore.open(cfg.features_dir)
+    store = open_features(cfg)
     target = load_target(cfg)
     check_origin(cfg, store, target)
     head = load_head(cfg.head_dir, target=target)

@@ -70,6 +70,7 @@ def train_settings(cfg: DictConfig) -> TrainSettings:
 
     values = plain(cfg.train)
     check_value("train.init_from", values.pop("init_from"), str | None)
+    check_value("train.verify", values.pop("verify"), bool)
     check_call(TrainSettings, "train", values, elsewhere=("seed", "optim"))
     return TrainSettings(seed=cfg.seed, optim=build(cfg, "optim"), **values)
 

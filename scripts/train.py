@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +31,23 @@ EVALUATED = 8  # held-out requests that train.eval_every decodes
 
 def run(cfg: DictConfig) -> None:
     """Train into runs/<name>/head, continuing from its last checkpoint; a finished run is used as it is."""
+    from heads.artifact import locked
+
+    if is_main():
+        print(f"train     {cfg.head._target_.rpartition('.')[2]} on {cfg.features_dir}", flush=True)
+    store = open_features(cfg)
+    # All processes of a launch are one trainer.
+    with locked(Path(cfg.run_dir) / "head", "trains into") if is_main() else nullcontext():
+        _train_on(cfg, store)
+
+
+def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
     from heads.artifact import write_manifest
     from heads.checkpoint import save_head
     from training.loop import train
-    from training.store import FeatureStore
 
-    features, folder, main = Path(cfg.features_dir), Path(cfg.run_dir), int(os.environ.get("RANK", "0")) == 0
+    folder, main = Path(cfg.run_dir), is_main()
     say = print if main else (lambda *text, **options: None)
-    say(f"train     {cfg.head._target_.rpartition('.')[2]} on {features}", flush=True)
-    store = FeatureStore.open(features)
     target = load_target(cfg)
     check_origin(cfg, store, target)
     donor = donor_of(cfg, target)
@@ -115,6 +124,22 @@ def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: boo
         return {} if tau is None else {"tokens_per_round": tau}
 
     return on_eval
+def is_main() -> bool:
+    """Whether this is the process of a launch that speaks for all."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def open_features(cfg: DictConfig) -> FeatureStore:
+    """The store of the config, its files compared with their checksums where train.verify says so."""
+    from training.store import FeatureStore
+
+    def tell(size: int) -> None:
+        print(f"          checking {size / 1e9:.1f} GB of features; train.verify=false skips that", flush=True)
+
+    store = FeatureStore.open(cfg.features_dir)
+    if cfg.train.verify and is_main():  # the others wait for it where they first meet
+        store.verify(tell)
+    return store
 
 
 def donor_of(cfg: DictConfig, target: FrozenTarget) -> DraftHead | None:

@@ -213,6 +213,19 @@ def test_artifacts_that_are_damaged(refuse: Refuse, copied: e2e.Place) -> None:
     assert "holds no finished features artifact" in refuse(train.run)
 
 
+def test_features_that_changed_after_they_were_written(refuse: Refuse, copied: e2e.Place) -> None:
+    """Neither a flipped byte of a shard nor a list of documents that was cut off is trained on."""
+    shard = min(copied.run.glob("features/shard-*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+    assert f"{shard.name} changed after it was written; delete what is damaged" in refuse(train.run)
+    documents = copied.run / "features/documents.jsonl"
+    documents.write_text("".join(documents.read_text().splitlines(keepends=True)[:5]))
+    sentence = refuse(train.run, "train.verify=false")  # a small file is always compared
+    assert "documents.jsonl changed after it was written" in sentence and shard.name not in sentence
+
+
 def test_a_run_that_goes_on_with_other_settings(refuse: Refuse, copied: e2e.Place) -> None:
     assert "belongs to another run (settings.optim.lr" in refuse(train.run, "optim.lr=0.5")
     assert "holds features with generation.temperature=0.0" in refuse(collect.run, "generation.temperature=1.0")

@@ -33,6 +33,7 @@ from tests.servable import SERVABLE, servable
 from tests.test_head_checkpoint import tiny_head
 from tests.tiny import features_of
 from training.step import GradientStep
+from training.store import FeatureStore
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
@@ -302,6 +303,7 @@ TRAIN = {
     "keep": (["train.save_every=1", "train.keep=3"], "checkpoints"),
     "log_every": (["train.log_every=2"], "lines"),
     "eval_every": (["train.eval_every=2"], "evaluations"),
+    "verify": (["train.verify=false"], "verified"),
 }
 OPTIM = {
     "lr": (["optim.lr=3e-3"], "weights"),
@@ -334,6 +336,7 @@ def test_training(
 ) -> None:
     more, what = {**TRAIN, **OPTIM}[setting]
     calls: list[int] = []
+    verified: list[Path] = []
     backward = GradientStep._backward
 
     def counted(self: GradientStep, step: int, index: int, features: Any) -> Any:
@@ -341,12 +344,14 @@ def test_training(
         return backward(self, step, index, features)
 
     monkeypatch.setattr(GradientStep, "_backward", counted)
+    monkeypatch.setattr(FeatureStore, "verify", lambda self, large: verified.append(self.folder))
     base = BASE.get(setting, [])
     for added in (base, more):
         if tuple(added) not in known:
             calls.clear()
+            verified.clear()
             known[tuple(added)] = trained(done, done.at(tmp_path / str(len(known))).cwd, in_folder, *added)
-            known[tuple(added)]["micro_batches"] = len(calls)
+            known[tuple(added)] |= {"micro_batches": len(calls), "verified": len(verified)}
     assert known[tuple(base)][what] != known[tuple(more)][what]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from heads.artifact import UserError
+from heads.artifact import UserError, sealed
 from heads.checkpoint import FACTS, TENSORS, check_target, load_head, read_facts, save_head
 from heads.eagle3 import Eagle3Head
 from heads.layers import BlockSizes
@@ -56,7 +56,28 @@ def saved(folder: Path, **arguments) -> Path:
 
 
 def edit(path: Path, **changes) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    """As another version might have written it: with a checksum that holds."""
+    facts = {key: value for key, value in json.loads(path.read_text()).items() if key != "digest"}
+    path.write_text(json.dumps(sealed({**facts, **changes})))
+
+
+def spoil_size(path: Path) -> None:
+    arguments = json.loads(path.read_text())["arguments"]
+    edit(path, arguments={**arguments, "sizes": {**arguments["sizes"], "hidden_size": "a"}})
+
+
+def test_a_head_from_before_there_was_a_checksum_is_read(tmp_path) -> None:
+    folder = saved(tmp_path)
+    facts = json.loads((folder / FACTS).read_text())
+    assert facts.pop("digest")
+    (folder / FACTS).write_text(json.dumps(facts))
+    assert read_facts(folder) == facts and load_head(folder)
+
+
+def swap(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
 
 
 @pytest.mark.parametrize("arguments", FLAGS, ids=str)
@@ -156,6 +177,9 @@ def test_nothing_but_a_head_of_ours_is_loaded(tmp_path, class_path) -> None:
         (lambda folder: (folder / FACTS).write_text("[]"), "is not a head of format 1"),
         (lambda folder: edit(folder / FACTS, format=2), "is not a head of format 1"),
         (lambda folder: edit(folder / FACTS, arguments={"nonsense": 1}), "does not fit heads.eagle3.Eagle3Head"),
+        (lambda folder: swap(folder / FACTS, '"vocab_size": 96', '"vocab_size": 97'), "head.json changed after it was"),
+        (lambda folder: swap(folder / FACTS, '"hidden_size": 32', '"hidden_size": "a"'), "head.json changed after it"),
+        (lambda folder: spoil_size(folder / FACTS), "does not fit heads.eagle3.Eagle3Head"),
         (lambda folder: (folder / TENSORS).unlink(), f"has a {FACTS} but no {TENSORS}"),
         (lambda folder: (folder / TENSORS).write_bytes(b"\0" * 100), "changed or cut off"),
         (

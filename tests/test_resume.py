@@ -202,16 +202,53 @@ def test_only_checkpoints_of_this_run_are_removed(tmp_path: Path) -> None:
         toy_train(tmp_path, source=RaisesSignal(4, signal.SIGTERM), save_every=1, keep=2, read_ahead=0)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["best", "step-00000004", "step-00000005"]
     state = json.loads((checkpoints / "step-00000004/state.json").read_text())
+    del state["digest"]
     (checkpoints / "step-00000004/state.json").write_text(json.dumps({**state, "run": "somebody else's"}))
     toy_train(tmp_path, save_every=4, keep=1)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["best", "step-00000004", "step-00000021"]
 
 
-def test_a_damaged_state_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"format": 1, "ru', "not valid JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"format": 1}', "lacks run, step"),
+    ],
+)
+def test_a_damaged_state_is_named(tmp_path: Path, content: str, words: str) -> None:
     toy_train(tmp_path, max_steps=1)
-    (tmp_path / "checkpoints/step-00000001/state.json").write_text('{"format": 1, "ru')
-    with pytest.raises(UserError, match="state.json is not JSON"):
+    (tmp_path / "checkpoints/step-00000001/state.json").write_text(content)
+    with pytest.raises(UserError, match=rf"state.json.* is damaged: .*{words}.*; remove .*step-00000001, to go on"):
         toy_train(tmp_path, max_steps=1)
+    assert CheckpointFolder.tracker_run(tmp_path / "checkpoints") is None
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_finished_checkpoint_with_a_flipped_byte_is_no_head(tmp_path: Path) -> None:
+    toy_train(tmp_path, max_steps=1)
+    flip(tmp_path / "checkpoints/step-00000001/weights.safetensors")
+    with pytest.raises(UserError, match=r"step-00000001 is damaged: weights.safetensors changed after .* remove"):
+        toy_train(tmp_path, max_steps=1)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "random-00000.safetensors"])
+def test_an_earlier_checkpoint_takes_the_place_of_a_damaged_one(tmp_path: Path, name: str, caplog: Any) -> None:
+    values = {"max_steps": 6, "save_every": 2, "keep": 3}
+    weights, lines = straight(tmp_path, **values)
+    last = tmp_path / "checkpoints/step-00000006"
+    whole = {path.name: path.read_bytes() for path in last.iterdir()}
+    flip(last / name)
+    again, repeated = straight(tmp_path, **values)
+    assert "step-00000006 is damaged" in caplog.text and "from the earlier" in caplog.text
+    assert_same(weights, again)
+    assert repeated == lines
+    assert (last / name).read_bytes() == whole[name], "the damaged one is replaced"
 
 
 def test_generators_come_back() -> None:

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,11 @@ import pytest
 import torch
 
 from heads import artifact
-from heads.artifact import UserError
+from heads.artifact import UserError, locked
 from heads.base import FeatureNeeds
 from training import store
 from training.store import FeatureStore, check_disk, estimate_bytes
-from training.store_writer import Document, StoreWriter
+from training.store_writer import Document, StoreWriter, wider_needs
 
 WIDTH, VOCABULARY = 8, 50
 NEEDS = FeatureNeeds((1, 3), True)
@@ -180,6 +182,88 @@ def test_one_flipped_byte_is_named_and_only_that_shard_is_made_again(tmp_path: P
     assert contents(folder) == before
     kept = [name for name, time in times.items() if (folder / name).stat().st_mtime_ns == time]
     assert sorted(kept) == ["shard-00000.safetensors", "shard-00002.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["documents.jsonl", "token_counts.safetensors"])
+def test_a_cut_off_file_beside_the_shards_is_named_when_the_store_is_opened(tmp_path: Path, name: str) -> None:
+    folder, shards = tmp_path / "f", [documents(3)]
+    fill(folder, shards)
+    before = contents(folder)
+    (folder / name).write_bytes((folder / name).read_bytes()[:-10])
+    with pytest.raises(UserError, match=rf"damaged: {name} changed .* delete"):
+        FeatureStore.open(folder)
+    (folder / name).unlink()
+    fill(folder, shards)
+    assert contents(folder) == before
+
+
+def test_only_a_large_store_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path / "f", [documents(3)])
+    told: list[int] = []
+    FeatureStore.open(tmp_path / "f").verify(told.append)
+    assert not told
+    monkeypatch.setattr(store, "_LARGE", 1)
+    FeatureStore.open(tmp_path / "f").verify(told.append)
+    assert told == [sum(path.stat().st_size for path in (tmp_path / "f").glob("shard-*.safetensors"))]
+
+
+@pytest.mark.parametrize("content", ['{"key": [', "[]", '{"key": []}'])
+def test_a_damaged_index_or_list_of_settings_is_no_crash(tmp_path: Path, content: str) -> None:
+    """The index of a shard is made again; what the store was begun with cannot be, and is named."""
+    folder, shards = tmp_path / "f", [documents(3), documents(3, seed=1)]
+    fill(folder, shards)
+    before = contents(folder)
+    (folder / "manifest.json").unlink()
+    (folder / "shard-00001.json").write_text(content)
+    fill(folder, shards)
+    assert contents(folder) == before
+    (folder / "settings.json").write_text(content)
+    for begin in (lambda: StoreWriter(folder, settings()), lambda: wider_needs(folder, NEEDS)):
+        with pytest.raises(UserError, match=r"settings\.json.* is damaged: .*; delete .* and collect again"):
+            begin()
+
+
+def test_a_manifest_that_is_no_object_is_named(tmp_path: Path) -> None:
+    fill(tmp_path / "f", [documents(3)])
+    (tmp_path / "f/manifest.json").write_text("[]")
+    with pytest.raises(UserError, match=r"manifest\.json.* is damaged: it holds no JSON object; delete"):
+        FeatureStore.open(tmp_path / "f")
+
+
+HOLD = """
+import sys
+from heads.artifact import locked
+with locked(sys.argv[1], "trains into"):
+    print("held", flush=True)
+    input()
+"""
+
+
+def test_a_folder_is_filled_by_one_process_and_the_lock_dies_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run/head"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with (
+            pytest.raises(UserError, match=rf"Another process trains into {folder}; wait"),
+            locked(folder, "trains into"),
+        ):
+            raise AssertionError("two have the lock")
+        with locked(tmp_path / "run/features", "collects into"):
+            pass
+        other.kill()
+        other.wait()
+    with locked(folder, "trains into"), locked(tmp_path / "run/features", "collects into"):
+        assert not folder.exists(), "the lock lies beside what it is for"
+    with locked(folder, "trains into"):
+        pass
+
+
+def test_where_there_can_be_no_lock_it_goes_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with locked(tmp_path / "file/head", "trains into"):
+        pass
 
 
 def test_an_unfinished_store_is_not_opened(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ other programs load.
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 import shutil
@@ -30,9 +31,22 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from heads.artifact import FORMAT, UserError, sync_folder, write_atomic, write_json
+from heads.artifact import (
+    FORMAT,
+    UserError,
+    read_json,
+    seal_holds,
+    sealed,
+    sha256_file,
+    sync_folder,
+    write_atomic,
+    write_json,
+)
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8})")
+_PARTS = ("run", "step", "finished", "identity", "record", "scheduler", "optimizer")  # of the state
 _STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.safetensors"
 
 
@@ -49,9 +63,10 @@ class CheckpointFolder:
         self.keep = max(1, keep)
         self.accelerator = accelerator
         self.run = uuid.uuid4().hex
+        self._damaged: set[Path] = set()  # passed over by `read`; saving the same step again replaces them
 
     def latest(self) -> Path | None:
-        """The complete checkpoint of the highest step."""
+        """The complete checkpoint of the highest step; after `read`, of those that are whole."""
         found = self._complete()
         return found[-1] if found else None
 
@@ -63,23 +78,30 @@ class CheckpointFolder:
         if not self.folder.is_dir():
             return []
         paths = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(path for path in paths if (path / _STATE).is_file())
+        return sorted(path for path in paths if path not in self._damaged and (path / _STATE).is_file())
 
     def read(self) -> dict[str, Any] | None:
-        """The state of the latest checkpoint; from here on this run is the one that wrote it. None without
-        one.
+        """The state of the latest checkpoint that is whole; from here on this run is the one that wrote it. None
+        without any checkpoint.
 
-        Raises UserError when it belongs to another run or cannot be read.
+        A damaged one is warned about and an earlier one taken. Raises UserError when none is whole, and when it belongs
+        to another run.
         """
-        path = self.latest()
-        if path is None:
-            return None
-        try:
-            state = json.loads((path / _STATE).read_text())
-        except ValueError as error:
-            raise UserError(f"{path / _STATE} is not JSON ({error}); remove {path} and start again.") from error
-        if state.get("format") != FORMAT:
-            raise UserError(f"{path} has format {state.get('format')}, not {FORMAT}; choose another folder.")
+        damage: UserError | None = None
+        state = None
+        while state is None:
+            path = self.latest()
+            if path is None:
+                if damage is not None:
+                    raise damage
+                return None
+            try:
+                state = _whole(path)
+            except UserError as error:
+                damage = damage or error
+                self._damaged.add(path)
+        if damage is not None and self.accelerator.is_main_process:
+            logger.warning("%s Training goes on from the earlier %s.", damage, path)
         differing = differences(state["identity"], self.identity)
         if differing:
             raise UserError(
@@ -93,7 +115,11 @@ class CheckpointFolder:
     def tracker_run(folder: str | Path) -> str | None:
         """Under which name the tracker knows the run whose checkpoints these are; None: not known."""
         states = sorted(path for path in Path(folder).glob(f"*/{_STATE}") if _NAME.fullmatch(path.parent.name))
-        return json.loads(states[-1].read_text())["record"]["tracker_run"] if states else None
+        try:
+            name = _state(states[-1].parent)["record"]["tracker_run"] if states else None
+        except (UserError, KeyError, TypeError):  # damaged: an evaluation is then a run of its own
+            return None
+        return name if isinstance(name, str) else None
 
     def load_weights(self, module: nn.Module) -> None:
         """Put the latest checkpoint's weights into the module."""
@@ -131,7 +157,7 @@ class CheckpointFolder:
         record: the loop's own part, as JSON values.
         """
         final = self.path(step)
-        if (final / _STATE).is_file():
+        if (final / _STATE).is_file() and final not in self._damaged:
             return final
         partial = self.folder / f".writing-{final.name}"
         if self.accelerator.is_main_process:
@@ -139,6 +165,7 @@ class CheckpointFolder:
             partial.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
         write_atomic(partial / _random_name(self.accelerator.process_index), save(random_state()))
+        self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             scalars, tensors = _separate(optimizer.state_dict())
             weights = {name: _plain(tensor) for name, tensor in owned(module).items()}
@@ -153,14 +180,18 @@ class CheckpointFolder:
                 "record": dict(record),
                 "scheduler": scheduler.state_dict(),
                 "optimizer": scalars,
+                "files": {path.name: sha256_file(path) for path in sorted(partial.iterdir())},
             }
-            write_json(partial / _STATE, state)
+            write_json(partial / _STATE, sealed(state))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
+            if final in self._damaged:
+                _remove(final)
             partial.rename(final)
             sync_folder(self.folder)
             for path in self._written_here()[: -self.keep]:
                 _remove(path)
+        self._damaged.discard(final)
         self.accelerator.wait_for_everyone()
         return final
 
@@ -174,8 +205,41 @@ class CheckpointFolder:
                 shutil.rmtree(path)
 
 
-def _run_of(path: Path) -> str:
-    return str(json.loads((path / _STATE).read_text())["run"])
+def _state(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint. Raises UserError when it is not as it was written."""
+    remedy = f"remove {path}, to go on from the one before it or to start anew"
+    state = read_json(path / _STATE, "a checkpoint's state", remedy)
+    if state.get("format") != FORMAT:
+        raise UserError(f"{path} has format {state.get('format')}, not {FORMAT}; choose another folder.")
+    if missing := [name for name in _PARTS if name not in state]:
+        raise UserError(f"{path / _STATE} is damaged: it lacks {', '.join(missing)}; {remedy}.")
+    if not seal_holds(state):
+        raise UserError(f"{path / _STATE} is damaged: it changed after it was written; {remedy}.")
+    return state
+
+
+def _whole(path: Path) -> dict[str, Any]:
+    """The same, when the files beside it are as they were written too; older states do not tell."""
+    state = _state(path)
+    sums = state.get("files", {})
+    if bad := [name for name, sha256 in sums.items() if not _is(path / name, sha256)]:
+        raise UserError(
+            f"{path} is damaged: {', '.join(bad)} changed after it was written; remove {path}, to go on from the one "
+            f"before it or to start anew."
+        )
+    return state
+
+
+def _is(path: Path, sha256: str) -> bool:
+    return path.is_file() and sha256_file(path) == sha256
+
+
+def _run_of(path: Path) -> str | None:
+    """Which run wrote a checkpoint; None where that cannot be read, so that it is left alone."""
+    try:
+        return str(_state(path)["run"])
+    except UserError:
+        return None
 
 
 def _remove(path: Path) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from heads.artifact import UserError, read_manifest, sha256_file
 from heads.base import FeatureNeeds, TargetFeatures
 
 DOCUMENTS, COUNTS = "documents.jsonl", "token_counts.safetensors"
+_LARGE = 1_000_000_000  # bytes whose reading takes a user's notice
 _OPEN_SHARDS = 64  # mapped at the same time; the operating system's limit on open files is often 1,024
 
 
@@ -104,11 +105,13 @@ class FeatureStore:
 
     @classmethod
     def open(cls, folder: str | Path) -> FeatureStore:
-        """Raises UserError when the store is unfinished or a file is missing."""
+        """Raises UserError when the store is unfinished, a file is missing, or one of those beside the shards is not
+        the one that was written; for the shards themselves see `verify`."""
         folder = Path(folder)
         manifest = read_manifest(folder, "features")
         if missing := missing_files(folder, manifest):
             raise UserError(f"{folder} lacks {', '.join(missing)}; {_REPEAT}")
+        _compare(folder, manifest["files"])
         with open(folder / DOCUMENTS, encoding="utf-8") as file:
             documents = [DocumentRef(**json.loads(line)) for line in file]
         return cls(folder, manifest, documents)
@@ -169,14 +172,21 @@ class FeatureStore:
         """Token counts over all documents, for choosing a draft vocabulary."""
         return TokenCounts(**load_file(self.folder / COUNTS))
 
-    def verify(self) -> None:
-        """Raises UserError naming every file whose bytes are not what was written."""
-        sums = {f"{shard['name']}.safetensors": shard["sha256"] for shard in self.manifest["shards"]} | self.manifest[
-            "files"
-        ]
-        bad = [name for name, sha256 in sums.items() if sha256_file(self.folder / name) != sha256]
-        if bad:
-            raise UserError(f"{self.folder} is damaged: {', '.join(bad)} changed after it was written; {_REPEAT}")
+    def verify(self, large: Callable[[int], None] = lambda size: None) -> None:
+        """Read every file once. Raises UserError naming each whose bytes are not what was written.
+
+        large: told the bytes of the shards before, when reading them takes a while.
+        """
+        shards = self.manifest["shards"]
+        if (size := sum(shard["bytes"] for shard in shards)) >= _LARGE:
+            large(size)
+        _compare(self.folder, {f"{one['name']}.safetensors": one["sha256"] for one in shards} | self.manifest["files"])
+
+
+def _compare(folder: Path, sums: Mapping[str, str]) -> None:
+    """Raises UserError naming the files of a store whose SHA-256 is another one."""
+    if bad := [name for name, sha256 in sums.items() if sha256_file(folder / name) != sha256]:
+        raise UserError(f"{folder} is damaged: {', '.join(bad)} changed after it was written; {_REPEAT}")
 
 
 _REPEAT = "delete what is damaged and repeat the command that made the store, which makes only that part again."

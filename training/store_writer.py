@@ -22,6 +22,7 @@ from torch import Tensor
 from heads.artifact import (
     MANIFEST,
     UserError,
+    read_json,
     read_manifest,
     sha256_file,
     write_atomic,
@@ -61,13 +62,30 @@ def wider_needs(folder: str | Path, needs: FeatureNeeds) -> FeatureNeeds:
     path = Path(folder) / SETTINGS
     if not path.is_file():
         return needs
-    begun = stored_needs(json.loads(path.read_text()))
+    begun = stored_needs(_begun(path))
     if missing := sorted(set(needs.taps) - set(begun.taps)):
         raise UserError(
             f"{folder} holds features with the taps {list(begun.taps)}, but {missing} are asked for too; choose "
             f"another name= or delete {folder}, and set collect.taps= to the taps of all heads that are to share it."
         )
     return begun if needs.within(begun) else needs
+
+
+def _begun(path: Path) -> dict[str, Any]:
+    """The settings a folder was begun with. Raises UserError when they are damaged."""
+    again = f"delete {path.parent} and collect again"
+    settings = read_json(path, "what the features were begun with", again, needed=("needs", "target"))
+    try:
+        stored_needs(settings)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: its needs cannot be read; {again}.") from error
+    return settings
+
+
+def _index(path: Path) -> dict[str, Any]:
+    """The index of a shard. Raises UserError when it is damaged."""
+    again = "delete it and collect again, which makes only that part again"
+    return read_json(path, "the index of a shard", again, needed=("key", "failed", "sha256", "bytes", "documents"))
 
 
 class StoreWriter:
@@ -83,7 +101,7 @@ class StoreWriter:
         if found - {SETTINGS}:
             if SETTINGS not in found:
                 raise UserError(f"{self.folder} is not empty and holds no features; choose another name= or delete it.")
-            self._compare(json.loads(path.read_text()))
+            self._compare(_begun(path))
         else:
             write_json(path, self.settings)
 
@@ -108,7 +126,10 @@ class StoreWriter:
         index_path, path = self.folder / f"{name}.json", self.folder / f"{name}.safetensors"
         if not index_path.is_file():
             return None
-        index: dict[str, Any] = json.loads(index_path.read_text())
+        try:
+            index = _index(index_path)
+        except UserError:  # cut off or damaged: made again
+            return None
         if index["key"] != list(key):
             return None
         whole = not index["documents"] or (path.is_file() and sha256_file(path) == index["sha256"])
@@ -147,7 +168,7 @@ class StoreWriter:
         config: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Join the indexes of all shards, count tokens and write the manifest, which is returned."""
-        indexes = {name: json.loads((self.folder / f"{name}.json").read_text()) for name in names}
+        indexes = {name: _index(self.folder / f"{name}.json") for name in names}
         rows = sorted((row for index in indexes.values() for row in index["documents"]), key=lambda row: row["id"])
         answers = [
             {key: row[key] for key in ("id", "conversation", "turn", "text", "finish_reason", "tokens")} for row in rows
