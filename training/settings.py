@@ -44,6 +44,8 @@ class TrainSettings:
         if self.device not in ("auto", "cpu"):
             raise UserError(f"train.device={self.device} is not supported; choose auto or cpu.")
         least = {"epochs": 1, "accumulation": 1, "keep": 1, "log_every": 1, "max_steps": 1} | {
+            "global_batch_tokens": 1,
+            "max_length": 2,
             "save_every": 0,
             "eval_every": 0,
             "read_ahead": 0,
