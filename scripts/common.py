@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -121,11 +122,19 @@ def _attempt(main: Callable[[DictConfig], None], cfg: DictConfig, launched: bool
         print("\nStopped; the same command goes on from here.", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
-        if error.errno not in _DISK:
+        if error.errno not in _DISK and not _cannot_be_made(error, cfg.run_dir):
             raise
         where = error.filename or cfg.run_dir
         return _fail(f"Cannot use {where}: {error.strerror}; mend that or choose another run_dir=.")
     return 0
+
+
+def _cannot_be_made(error: OSError, run_dir: str) -> bool:
+    """Whether it is the run's own folder that the file system does not let anybody make, as under /proc."""
+    failed = None if error.filename is None else Path(os.path.abspath(str(error.filename)))
+    wanted = Path(os.path.abspath(run_dir))
+    inside = failed is not None and (failed in wanted.parents or failed.is_relative_to(wanted))
+    return error.errno == errno.ENOENT and inside and not wanted.exists()
 
 
 def _fail(sentence: str) -> int:
@@ -226,13 +235,16 @@ def head_needs(cfg: DictConfig, target: FrozenTarget) -> Any:
     import torch
 
     from heads.vocab import DraftVocabulary
+    from training.optim import parameter_groups
 
     wanted, every = cfg.head.get("draft_vocab_size"), torch.zeros(target.vocab_size)
     if wanted is not None:
         DraftVocabulary.choose(every, wanted, target.eos_token_ids)  # refuses what would fail after hours of answers
     made = _head_class(cfg)
     with torch.device("meta"):
-        return made(sizes=made.func.sizes_of(target), vocab=DraftVocabulary.identity(1)).needs
+        head = made(sizes=made.func.sizes_of(target), vocab=DraftVocabulary.identity(1))
+    parameter_groups(head, build(cfg, "optim"))  # refuses names of parameters that there are not
+    return head.needs
 
 
 def _head_class(cfg: DictConfig) -> Any:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 
 from omegaconf import DictConfig, OmegaConf
 
+from scripts.ranges import check_config
+
 if TYPE_CHECKING:
     from training.regenerate import Generation
     from training.settings import TrainSettings
@@ -126,6 +128,7 @@ def check_all(cfg: DictConfig) -> None:
     )
     for key in ("traffic", "head", "tracking", "export", *(f"rivals.{name}" for name in cfg.rivals)):
         check_node(cfg, key)
+    check_config(cfg)
     if cfg.traffic.get("held_out") == 0:
         raise UserError("traffic.held_out=0 leaves nothing to measure the head on; give a share such as 0.1.")
     _check_later_stages(cfg)
