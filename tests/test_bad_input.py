@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from scripts import collect, evaluate, export, pipeline, train
 from heads.artifact import UserError
+from scripts import collect, evaluate, export, pipeline, train
 from scripts.common import one_sentence, script
 from tests import e2e
 from tests.tiny import save_tiny, tiny_tokenizer
@@ -251,8 +251,8 @@ def test_what_collect_refuses(refuse: Refuse, override: str, words: str) -> None
         ("head.draft_vocab_size=97", "A draft vocabulary of 97 is not between 1 (special tokens) and 96"),
         ("train.epochs=0", "train.epochs=0 is not possible"),
         ("train.mixed_precision=fp16", "train.mixed_precision=fp16 is not supported"),
-        ("train.global_batch_tokens=0", "global_batch_tokens=0 and max_length=2048 are too small"),
-        ("train.max_length=0", "max_length=0 are too small"),
+        ("train.global_batch_tokens=0", "train.global_batch_tokens=0 is not possible; give at least 1"),
+        ("train.max_length=0", "train.max_length=0 is not possible; give at least 2"),
         ("optim.schedule=steps", "optim.schedule=steps is unknown"),
         ("optim.lr=-1", "optim.lr=-1 must be a positive number"),
         ("optim.clip_value=1", "exclude each other"),
@@ -272,7 +272,7 @@ def test_what_train_refuses(refuse: Refuse, copied: e2e.Place, override: str, wo
         ("eval.gamma=1000", "must be at least 1 and below eval.max_new_tokens=16"),
         ("eval.gammas=[1,16]", "must be at least 1 and below eval.max_new_tokens=16"),
         ("eval.gammas=[2,2]", "says something twice"),
-        ("eval.temperatures=[-1]", "must be some values ≥ 0"),
+        ("eval.temperatures=[-1]", "must be some finite values ≥ 0"),
         ("eval.top_p=0", "eval.top_p=0 above 0"),
         ("eval.dtypes=[int8]", "must name some of bfloat16"),
         ("eval.rows=0", "eval.rows=0 ≥ 1"),
@@ -360,8 +360,13 @@ def test_a_broken_environment(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 @pytest.mark.parametrize(("crash", "code"), [(None, 2), (2, 1)])
 def test_a_refused_job_of_a_multirun_lets_the_others_run(
-    crash: int | None, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    crash: int | None,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     ran: list[int] = []
 
     @script()
