@@ -12,7 +12,7 @@ import pytest
 from omegaconf import DictConfig
 
 from heads.artifact import UserError
-from scripts import pipeline
+from scripts import advise, bench, pipeline
 from scripts.ranges import check_target
 from scripts.settings import check_all
 from scripts.train import check_something_is_left
@@ -131,3 +131,65 @@ def test_a_run_dir_that_nobody_can_make(tmp_path: Path, capsys: pytest.CaptureFi
     wanted.mkdir(parents=True)
     with pytest.raises(FileNotFoundError):  # a file that is missing in a run is a fault of ours
         e2e.sentence(refused, e2e.config(f"run_dir={wanted}"), capsys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "words"),
+    [
+        (
+            "decode",
+            "bench.gammas=[-1]",
+            "bench.gammas=[-1] is not possible; give bench.gammas some whole",
+        ),
+        ("decode", "bench.gammas=[]", "bench.gammas=[] is not possible"),
+        ("decode", "bench.gammas=3", "bench.gammas=3 is of the wrong type"),
+        ("decode", "bench.requests=0", "bench.requests=0 is not possible; give bench.requests a whole number ≥ 1"),
+        ("decode", "bench.kind=foo", "bench.kind=foo is unknown; choose one of train, decode, peers, cost, prediction"),
+        ("decode", "bench.kind=null", "bench.kind=None is of the wrong type"),
+        ("train", "bench.documents=0", "bench.documents=0 is not possible"),
+        ("train", "bench.length=long", "bench.length='long' is of the wrong type"),
+        ("train", "bench.repeats=0", "bench.repeats=0 is not possible"),
+        ("peers", "bench.max_ngram=0", "bench.max_ngram=0 is not possible"),
+        ("peers", "bench.draft_layers=-1", "bench.draft_layers=-1 is not possible"),
+        ("cost", "bench.gammas=[0,1]", "bench.gammas=[0, 1] is not possible"),
+        ("cost", "bench.contexts=null", "bench.contexts=None is of the wrong type"),
+        ("cost", "bench.dtype=int8", "bench.dtype=int8 is unknown; choose one of bfloat16"),
+        ("prediction", "bench.gammas=[-1]", "each ≥ 0"),
+        ("prediction", "+bench.rounds=1", "There is no setting bench.rounds"),
+    ],
+)
+def test_what_a_measurement_refuses(kind: str, override: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in e2e.sentence(bench.run, e2e.config(f"bench={kind}", override, name="bench"), capsys)
+
+
+@pytest.mark.parametrize("kind", ["train", "decode", "peers", "cost", "prediction"])
+def test_the_documented_measurements_go_through(kind: str) -> None:
+    bench.check_settings(e2e.config(f"bench={kind}", name="bench"), [kind])
+
+
+GPU = ("gpu=h100", "target_size.parameters=7.5e9", "draft_size.parameters=4e8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["load=3"], "load=3 is no load; give load.batch=8"),
+        (["report=null"], "report=None is of the wrong type"),
+        (["batches=[0]"], "batches=[0] must name some whole numbers ≥ 1"),
+        (["contexts=[-1]"], "contexts=[-1] must name some whole numbers ≥ 1"),
+        (["batches=[]"], "batches=[] must name some"),
+        ([*GPU, "target_size.parameters=0"], "target_size.parameters=0 is not possible"),
+        ([*GPU, "target_size.parameters=nan"], "target_size.parameters=nan is not possible"),
+        ([*GPU, "draft_size.bytes_per_parameter=-2"], "draft_size.bytes_per_parameter=-2 is not possible"),
+        (
+            [*GPU, "target_size.kv_bytes_per_token=-1"],
+            "target_size.kv_bytes_per_token to a finite number, 0",
+        ),
+        ([*GPU, "draft_size.window=-1"], "draft_size.window=-1 is not possible"),
+        ([*GPU, "target_size=3"], "target_size=3 is no size"),
+        ([*GPU, "gpu={bandwidth_TBs: nan, tflops: 1}"], "is unknown; choose h200"),
+        ([*GPU, "gpu={bandwidth_TBs: 1, tflops: fast}"], "is unknown; choose h200"),
+    ],
+)
+def test_what_cannot_be_advised(overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in e2e.sentence(advise.run, e2e.config(*overrides, name="advise"), capsys)
