@@ -57,8 +57,8 @@ class EagleHead(RecurrentHead):
                 raise UserError(f"A {name} of {amount} cannot be: it is a finite number from 0 on; set head.{name}.")
         if feature_weight == token_weight == 0:
             raise UserError("With feature_weight and token_weight 0 nothing is learnt; set head.token_weight above 0.")
-        how = {"depth": depth, "loss": loss, "decay": decay, "eta": eta}
-        super().__init__(needs=FeatureNeeds(), vocab=vocab, **how, sizes=asdict(sizes), **amounts)
+        own = {"sizes": asdict(sizes), **amounts}
+        super().__init__(needs=FeatureNeeds(), vocab=vocab, depth=depth, loss=loss, decay=decay, eta=eta, own=own)
         config, width = sizes.llama_config(), sizes.hidden_size
         self.feature_weight, self.token_weight, self.noise = feature_weight, token_weight, noise
         self.fc = nn.Linear(2 * width, width, bias=False)

@@ -62,14 +62,15 @@ class Eagle3Head(RecurrentHead):
             raise UserError("head.taps=[] gives the head nothing to read; name a boundary or more, or set null.")
         needs = FeatureNeeds(taps=tuple(taps) if taps is not None else default_taps(sizes.num_target_layers))
         needs.check(sizes.num_target_layers)
-        flags = {
+        own = {
+            "sizes": asdict(sizes),
+            "taps": list(needs.taps),
             "norm_before_residual": norm_before_residual,
             "fc_norm": fc_norm,
             "norm_output": norm_output,
             "qk_norm": qk_norm,
         }
-        how = {"depth": depth, "loss": loss, "decay": decay, "eta": eta}
-        super().__init__(needs=needs, vocab=vocab, **how, sizes=asdict(sizes), taps=list(needs.taps), **flags)
+        super().__init__(needs=needs, vocab=vocab, depth=depth, loss=loss, decay=decay, eta=eta, own=own)
         config, width = sizes.llama_config(), sizes.hidden_size
         self.norm_before_residual, self.norm_output = norm_before_residual, norm_output
         self.fc_norm = nn.ModuleList(RMSNorm(width, config.rms_norm_eps) for _ in needs.taps) if fc_norm else None

@@ -46,8 +46,8 @@ class MTPHead(RecurrentHead):
         final_norm: bool = True,
     ) -> None:
         sizes = sizes if isinstance(sizes, BlockSizes) else BlockSizes(**sizes)
-        how = {"depth": depth, "loss": loss, "decay": decay, "eta": eta}
-        super().__init__(needs=FeatureNeeds(), vocab=vocab, **how, sizes=asdict(sizes), final_norm=final_norm)
+        own = {"sizes": asdict(sizes), "final_norm": final_norm}
+        super().__init__(needs=FeatureNeeds(), vocab=vocab, depth=depth, loss=loss, decay=decay, eta=eta, own=own)
         config, width = sizes.llama_config(), sizes.hidden_size
         self.embed_norm = RMSNorm(width, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)

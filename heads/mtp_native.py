@@ -3,7 +3,8 @@ Qwen3.5 and whatever else transformers has a decoder layer for, one block used K
 
 The block is the family's own decoder layer (latent or gated attention, experts), taken from transformers by the name of
 the family, never from remote code; the weights are read from the target's checkpoint, whose causal model drops them.
-Because the layer is opaque, training unrolls it with dense masks, one document at a time. This file knows no file
+Because the layer is opaque, training unrolls it with dense masks, one document at a time, of at most LONGEST positions:
+a mask is as wide as all passes of the document. This file knows no file
 format, no sampling rule and no optimizer.
 """
 
@@ -27,6 +28,8 @@ from heads.recurrent import Rope, SelfFedHead
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
 
+LONGEST = 8192  # positions of a document; at depth 4 its masks take more than a GB
+
 
 class NativeMTPHead(SelfFedHead):
     """The MTP module of a family, used K times, with the target's embeddings and projection.
@@ -48,9 +51,8 @@ class NativeMTPHead(SelfFedHead):
         norm_output: bool = True,
         zero_first: bool = False,
     ) -> None:
-        how = {"depth": depth, "loss": loss, "decay": decay, "eta": eta}
-        flags = {"norm_output": norm_output, "zero_first": zero_first}
-        super().__init__(needs=FeatureNeeds(), vocab=vocab, **how, sizes=dict(sizes), **flags)
+        own = {"sizes": dict(sizes), "norm_output": norm_output, "zero_first": zero_first}
+        super().__init__(needs=FeatureNeeds(), vocab=vocab, depth=depth, loss=loss, decay=decay, eta=eta, own=own)
         self.norm_output, self.zero_first = norm_output, zero_first
         donor = _donor(sizes)
         module = MtpModel(donor, 1)
@@ -91,7 +93,13 @@ class NativeMTPHead(SelfFedHead):
         return self.learn(features, lambda starts_N: self.unroll(features, starts_N, self.depth))
 
     def unroll(self, features: TargetFeatures, starts_N: Tensor, depth: int) -> Tensor:
-        """One document after the other, so that no mask is larger than a document asks for."""
+        """One document after the other, so that no mask is larger than a document asks for. UserError on one that is
+        longer than LONGEST."""
+        if max(features.lengths) > LONGEST:
+            raise UserError(
+                f"A document of {max(features.lengths)} positions is too long for head=mtp_native, whose masks grow "
+                f"with the square; set train.max_length={LONGEST} or less."
+            )
         base_TD = self.given(features.taps_TE, features.last_TD)
         outputs, first = [], 0
         for length in features.lengths:

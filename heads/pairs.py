@@ -6,7 +6,7 @@ t + 1 + k. The module knows no layer and no kind of loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class PairHead(DraftHead):
         loss: str,
         decay: float | str,
         eta: float,
-        **own: Any,
+        own: Mapping[str, Any],
     ) -> None:
         if depth < 1:
             raise UserError(f"head.depth={depth} trains nothing; give at least 1.")

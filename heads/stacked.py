@@ -97,9 +97,8 @@ class StackedHead(PairHead):
                 f"head.blocks={blocks} head.projection={projection}: there is at least 1 block, and the projection is "
                 f"one of {', '.join(PROJECTIONS)}."
             )
-        how = {"depth": depth, "loss": loss, "decay": decay, "eta": eta}
         own |= {"sizes": asdict(self.sizes), "blocks": blocks, "projection": projection}
-        super().__init__(needs=FeatureNeeds(), vocab=vocab, **how, **own)
+        super().__init__(needs=FeatureNeeds(), vocab=vocab, depth=depth, loss=loss, decay=decay, eta=eta, own=own)
         self.longest = depth
         width = self.sizes.hidden_size
         self.blocks = nn.ModuleList(Stack(width, blocks) for _ in range(depth))

@@ -21,7 +21,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from jinja2 import TemplateError
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from heads.artifact import MANIFEST, UserError, digest, read_manifest
@@ -149,6 +149,14 @@ class FrozenTarget:
             bias_V=None if projection.bias is None else projection.bias.detach(),
             softcap=self._softcap,
         )
+
+    def drop_layers(self) -> None:
+        """Give back the memory of the decoder layers, for a caller that needs `weights` and what is known of the target
+        only: `forward` is at an end."""
+        for module in list(self.model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.ModuleList) and len(child) == self.num_layers:
+                    delattr(module, name)
 
     @torch.inference_mode()
     def forward(

@@ -81,7 +81,7 @@ def bench_train(cfg: DictConfig) -> None:
     size = cfg.head.draft_vocab_size or target.vocab_size
     vocab = DraftVocabulary.choose(torch.arange(target.vocab_size, 0, -1), min(size, target.vocab_size))
     head = build_head(cfg, target, vocab)
-    del target.model.base_model.layers  # only what the head borrows is needed; the memory is the training's own
+    target.drop_layers()  # only what the head borrows is needed; the memory is the training's own
     features = made_up_features(
         head, hidden_size=target.hidden_size, documents=cfg.bench.documents, length=cfg.bench.length
     ).to(target.device)

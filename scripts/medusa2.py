@@ -62,6 +62,8 @@ def _check(cfg: DictConfig) -> None:
     from heads.artifact import UserError, read_manifest
 
     check_node(cfg, "medusa2")
+    if cfg.train.eval_every is not None:
+        raise UserError("train.eval_every measures a head against a target that stays; set train.eval_every=null.")
     if cfg.medusa2.held_out < 1:
         raise UserError(f"medusa2.held_out={cfg.medusa2.held_out} compares nothing; give at least 1.")
     if cfg.target.adapter is not None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from scripts.common import build_head, load_target, script
+from scripts.prompts import held_out_requests
 from scripts.settings import build, plain, train_settings
 
 if TYPE_CHECKING:
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     from heads.vocab import DraftVocabulary
     from training.store import FeatureStore
 
+EVALUATED = 8  # held-out requests that train.eval_every decodes
+
 
 def run(cfg: DictConfig) -> None:
     """Train into runs/<name>/head, continuing from its last checkpoint; a finished run is used as it is."""
     from heads.artifact import write_manifest
     from heads.checkpoint import save_head
-    from training.loop import open_accelerator, train
+    from training.loop import train
     from training.store import FeatureStore
 
     features, folder, main = Path(cfg.features_dir), Path(cfg.run_dir), int(os.environ.get("RANK", "0")) == 0
@@ -44,7 +47,9 @@ def run(cfg: DictConfig) -> None:
     store = store.select(head.needs)
     settings = train_settings(cfg)
     check_something_is_left(store, settings.max_length)
-    head.to(open_accelerator(settings).device)
+    on_eval = None if settings.eval_every is None else evaluation(cfg, head, target, main)
+    if on_eval is None or not main:
+        target.drop_layers()  # the head borrows the rest only; the memory is the training's own
     parameters = sum(parameter.numel() for parameter in head.parameters())
     covered = vocab.coverage(store.token_counts().supervised_V)
     say(
@@ -57,6 +62,7 @@ def run(cfg: DictConfig) -> None:
         settings,
         folder=folder / "head",
         tracker=build(cfg, "tracking", folder=str(folder / "head")),
+        on_eval=on_eval,
         identity={"features": store.manifest["shards"], "target": target.fingerprint, **origin_of(cfg)},
         stream=sys.stderr,
     )
@@ -78,6 +84,38 @@ def run(cfg: DictConfig) -> None:
             body = {**saved, "target": target.fingerprint, **numbers}
             write_manifest(folder / "head", "head", body, config=plain(cfg))
         say(f"          {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s; it is in {folder / 'head'}")
+
+
+def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: bool) -> Callable[[int], dict[str, float]]:
+    """A short greedy decoding of some held-out requests with the head as it is; main: whether this process does it.
+
+    Raises UserError when there is nothing to decode, or the head cannot draft as much.
+    """
+    from eval.acceptance import measure
+    from eval.decode import DecodeSettings, decode
+    from eval.suite import spread
+    from heads.artifact import UserError
+    from heads.checkpoint import build_head, class_path, fill
+
+    plan = build(cfg, "eval")
+    head.check_depth(plan.gamma)
+    longest = target.max_length - plan.max_new_tokens
+    fitting = [request for request in held_out_requests(cfg) if len(request.prompt) <= longest] if main else []
+    requests = spread(fitting, EVALUATED)
+    if main and not requests:
+        raise UserError("There is no held-out request that train.eval_every could decode; set train.eval_every=null.")
+    settings = DecodeSettings(gamma=plan.gamma, max_new_tokens=plan.max_new_tokens, rows=EVALUATED, seed=cfg.seed)
+
+    def on_eval(step: int) -> dict[str, float]:
+        draft = build_head(class_path(head), head.arguments, head.vocab, source="the head in training")
+        fill(draft, head.state_dict(), source="the head in training")
+        draft.to(device=target.device, dtype=target.dtype).eval()  # as it is served; the one in training stays as it is
+        draft.attach(target.weights)
+        found = measure(decode(target, requests, draft, settings), gamma=plan.gamma, resamples=0)
+        tau = found.tokens_per_round.value
+        return {} if tau is None else {"tokens_per_round": tau}
+
+    return on_eval
 
 
 def donor_of(cfg: DictConfig, target: FrozenTarget) -> DraftHead | None:

@@ -163,7 +163,7 @@ def metrics(place: Place) -> list[dict[str, Any]]:
 
 
 def losses(place: Place) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in metrics(place)]
+    return [(row["step"], row["loss"]) for row in metrics(place) if "loss" in row]
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,7 +36,7 @@ from training.step import GradientStep
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 45
+COUNT = 46
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -282,8 +283,9 @@ def trained(done: e2e.Place, folder: Path, in_folder: Callable, *more: str) -> S
         "weights": torch.cat([tensor.double().flatten() for tensor in weights.values()]).tolist(),
         "lines": len(e2e.metrics(place)),
         "checkpoints": [path.parent.name for path in states],
-        "rates": [row["lr"] for row in e2e.metrics(place)],
+        "rates": [row["lr"] for row in e2e.metrics(place) if "lr" in row],
         "losses": e2e.losses(place),
+        "evaluations": [row["eval/tokens_per_round"] for row in e2e.metrics(place) if "eval/tokens_per_round" in row],
         **{name: result[name] for name in ("steps", "tokens", "truncated_documents")},
     }
 
@@ -299,6 +301,7 @@ TRAIN = {
     "save_every": (["train.save_every=1", "train.keep=9"], "checkpoints"),
     "keep": (["train.save_every=1", "train.keep=3"], "checkpoints"),
     "log_every": (["train.log_every=2"], "lines"),
+    "eval_every": (["train.eval_every=2"], "evaluations"),
 }
 OPTIM = {
     "lr": (["optim.lr=3e-3"], "weights"),
@@ -345,6 +348,34 @@ def test_training(
             known[tuple(added)] = trained(done, done.at(tmp_path / str(len(known))).cwd, in_folder, *added)
             known[tuple(added)]["micro_batches"] = len(calls)
     assert known[tuple(base)][what] != known[tuple(more)][what]
+
+
+@pytest.mark.parametrize(("more", "gone"), [((), True), (("train.eval_every=2",), False)])
+def test_the_layers_of_the_target_go_before_training(
+    done: e2e.Place,
+    tmp_path: Path,
+    in_folder: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[str, ...],
+    gone: bool,
+) -> None:
+    """They are a burden on every device; only what decodes in between needs them."""
+    place, layers = in_folder(done, done.at(tmp_path / "new").cwd), []
+
+    def loaded(cfg: DictConfig) -> FrozenTarget:
+        target = load_target(cfg)
+        layers.append(weakref.ref(target.model.base_model.layers[0]))
+        return target
+
+    def looked_at(*_: Any, **__: Any) -> None:
+        raise RuntimeError(f"gone: {layers[0]() is None}")
+
+    for stage in ("traffic", "features"):
+        shutil.copytree(done.run / stage, place.run / stage)
+    monkeypatch.setattr(train, "load_target", loaded)
+    monkeypatch.setattr("training.loop.train", looked_at)
+    with pytest.raises(RuntimeError, match=f"gone: {gone}"):
+        train.run(e2e.config(*overrides(place, *more)))
 
 
 def test_the_name_of_the_optimizer_is_checked() -> None:

@@ -14,6 +14,7 @@ import torch
 from heads.artifact import UserError
 from tests.training_toy import ToySource, metrics_of, toy_head, toy_settings, toy_train, weights_of
 from training.features import BatchPlan, pack
+from training.loop import open_accelerator
 from training.optim import OptimSettings, build_optimizer, build_scheduler, parameter_groups
 from training.step import seed_of
 from training.tracking import LineDisplay
@@ -195,6 +196,16 @@ def test_on_eval_is_called_in_eval_mode_and_changes_nothing(tmp_path: Path) -> N
     assert torch.equal(head.mix.weight, plain.mix.weight)
 
 
+@pytest.mark.parametrize(("where", "cpu"), [("cpu", True), ("mps", False)])
+def test_it_trains_where_the_head_is(monkeypatch: pytest.MonkeyPatch, where: str, cpu: bool) -> None:
+    """On a machine with an accelerator too, which accelerate would take by itself."""
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr("training.loop.Accelerator", lambda **how: asked.append(how["cpu"]))
+    open_accelerator(torch.device(where))
+    assert asked == [cpu]
+
+
 def test_groups_spare_norms_and_biases_and_follow_prefixes() -> None:
     head = toy_head()
     settings = OptimSettings(lr=0.1, weight_decay=0.2, lr_multipliers={"out": 0.5, "out.1": 2.0})
@@ -230,7 +241,7 @@ def test_schedules_warm_up_and_end(name: str, middle: float, end: float) -> None
         ({"mixed_precision": "fp16"}, "mixed_precision=fp16"),
         ({"max_steps": 0}, "max_steps=0"),
         ({"accumulation": 0}, "accumulation=0"),
-        ({"device": "tpu"}, "device=tpu"),
+        ({"eval_every": 0}, "eval_every=0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(given: dict[str, Any], told: str) -> None:

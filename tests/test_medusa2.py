@@ -115,10 +115,21 @@ def test_the_loss_is_that_of_the_served_target(base: Path, tmp_path: Path, made)
         found = joint(features)
     assert kept > 0.5, "the adapter changes too little to tell"
     assert float(found.loss) == pytest.approx(0.3 * total + kept, rel=1e-9)
-    assert float(found.metrics["kl"][0]) == pytest.approx(kept, rel=1e-9)
+    assert float(found.metrics["kl"][0]) == pytest.approx(kept, rel=1e-9) and float(found.count) == 19
     away = drift(adapted, [features_of(original, [document], ()) for document in documents()])
     assert away["positions"] == 19 and away["mean_kl"] == pytest.approx(kept / 19, rel=1e-9)
     assert 0 < away["greedy_agreement"] < 1 and away["documents"] == 3
+
+
+def test_an_answer_of_one_token_holds_the_target_too(base: Path, made) -> None:
+    """The head has no start there; the KL counts all the same."""
+    joint, _ = made(0.05)
+    original = FrozenTarget.load(base, dtype="float64")
+    features = features_of(original, [([5, 9, 2, 7], [False, False, False, True])], ())
+    found = joint(features)
+    found.loss.backward()
+    assert float(found.count) == 1 and float(found.loss) == float(found.metrics["kl"][0]) > 0
+    assert any(one.grad is not None and bool(one.grad.any()) for name, one in learning(joint).items() if "lora" in name)
 
 
 def test_the_head_is_told_what_the_adapted_target_says(made) -> None:
@@ -369,6 +380,7 @@ def test_another_factor_is_another_target(place: e2e.Place, tmp_path: Path, targ
         (("stage1=runs/nothing",), "holds no finished head artifact"),
         (("name=mine",), "would overwrite the head of runs/mine"),
         (("target.adapter=some/adapter",), "Medusa-2 makes an adapter itself"),
+        (("train.eval_every=5",), "set train.eval_every=null"),
         (("target.path=some/model.gguf",), "A GGUF file cannot be adapted"),
         (("target.gguf_file=model.gguf",), "A GGUF file cannot be adapted"),
         (("medusa2.held_out=0",), "give at least 1"),

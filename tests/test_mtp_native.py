@@ -203,6 +203,15 @@ def test_trained_graph_is_served_graph(native, family: str, flags: dict) -> None
         check_trained_is_served(head, features_of(target, documents(), ()), head.depth, close)
 
 
+def test_a_document_whose_masks_are_too_large_is_refused(native, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, target, _ = native("glm4_moe")
+    features = features_of(target, documents(), ())
+    longest = max(features.lengths)
+    monkeypatch.setattr("heads.mtp_native.LONGEST", longest - 1)
+    with pytest.raises(UserError, match=f"{longest} positions .* set train.max_length={longest - 1} or less"):
+        make_head(target)(features)
+
+
 def test_control_each_flag_changes_what_is_said(native) -> None:
     """What is fed back is looked at from pass 1 on; the zeroed embedding by every pass that sees position 0."""
     _, target, _ = native("glm4_moe")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import weakref
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,12 @@ def test_the_embedded_gguf_file_is_the_prepared_folder() -> None:
     ids = torch.tensor([folder.render([{"role": "user", "content": "Name three rivers of Europe."}])])
     assert ids[0].tolist() == gguf.render([{"role": "user", "content": "Name three rivers of Europe."}])
     assert torch.equal(gguf.forward(ids).last_BTD, folder.forward(ids).last_BTD)
+
+
+def test_without_its_layers_a_target_lends_what_it_lent(tmp_path: Path) -> None:
+    target = load_tiny(tmp_path, "llama")
+    layer, before = weakref.ref(target.model.base_model.layers[-1]), target.weights
+    assert layer() is not None
+    target.drop_layers()
+    assert layer() is None and target.weights.lm_head_VD is not None
+    assert torch.equal(target.weights.embedding_VD, before.embedding_VD) and target.num_layers == 8

@@ -132,7 +132,6 @@ def toy_settings(**values: Any) -> TrainSettings:
         "max_length": 32,
         "log_every": 1,
         "save_every": 5,
-        "device": "cpu",
         "optim": OptimSettings(lr=1e-2, weight_decay=0.01),
     }
     return TrainSettings(**(defaults | values))

@@ -4,8 +4,9 @@ The target learns by a LoRA adapter. It is drawn to states that the head predict
 
     loss = head_weight · (the head's loss on the adapted states) + KL(original target ‖ adapted target),
 
-the KL over all tokens that the original target wrote (its self-distillation, section 2.3.2). What the original says
-there is what the feature store holds, so it is not run again. Of the paper's two stages the first is ordinary training
+the KL over all tokens that the original target wrote (its self-distillation, section 2.3.2). Both parts are sums over
+one batch, divided by the number of these tokens. What the original says there is what the feature store holds, so it
+is not run again. Of the paper's two stages the first is ordinary training
 of the head; this is the second. Afterwards the target is another one, and everything made with it says so.
 
 The module does not know the loop that drives it, or where documents come from.
@@ -69,6 +70,7 @@ class JointTraining(Learner):
         self.arguments |= {"rank": rank, "alpha": alpha, "modules": chosen}
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen, task_type="CAUSAL_LM")
         self.adapter = PeftModel(target.model, config)
+        head.to(target.device)
         head.attach(self.weights)
 
     def train(self, mode: bool = True) -> JointTraining:
@@ -80,8 +82,9 @@ class JointTraining(Learner):
     def loss(self, features: TargetFeatures) -> LossSums:
         """The combined loss over one packed batch, whose states and log-sum-exp are those of the original target.
 
-        metrics: the head's own, and over the supervised positions `kl`, and `agreement`: how often the adapted
-        target's likeliest token is the one that the original wrote.
+        count: the supervised tokens, so that the KL is a mean per token also where an answer of one token leaves the
+        head without a start. metrics: the head's own, and over the supervised positions `kl`, and `agreement`: how
+        often the adapted target's likeliest token is the one that the original wrote.
         """
         # In the target's own number format whatever the head computes in: so it is served.
         with torch.autocast(features.ids_T.device.type, enabled=False):
@@ -90,7 +93,7 @@ class JointTraining(Learner):
         sums: LossSums = self.head(self._as_adapted(features, states_TD))
         count = torch.full((1,), kept.match_KN.shape[1], dtype=torch.float32, device=states_TD.device)
         metrics = sums.metrics | {"kl": (kept.loss_K, count), "agreement": (kept.match_KN.sum(1), count)}
-        return replace(sums, loss=self.head_weight * sums.loss + kept.total, metrics=metrics)
+        return replace(sums, loss=self.head_weight * sums.loss + kept.total, count=count[0], metrics=metrics)
 
     def states(self, features: TargetFeatures) -> Tensor:
         """The states [T, D] of the adapted target after the final norm, with gradient."""
@@ -104,9 +107,9 @@ class JointTraining(Learner):
     def _as_adapted(self, features: TargetFeatures, states_TD: Tensor) -> TargetFeatures:
         """The batch as the adapted target would have made it: the head is to guess what that one will say."""
         places_N = _places(features)
-        chunks = [self.weights.logits(chunk) for chunk in states_TD[places_N].split(_LOGITS_CHUNK)]
         lse_T = torch.zeros_like(features.lse_T)
-        lse_T[places_N] = torch.cat([wide(logits).logsumexp(-1) for logits in chunks]).to(lse_T.dtype)
+        for chunk_C in places_N.split(_LOGITS_CHUNK):
+            lse_T[chunk_C] = wide(self.weights.logits(states_TD[chunk_C])).logsumexp(-1).to(lse_T.dtype)
         with torch.enable_grad():
             last_TD = states_TD.to(next(self.head.parameters()).dtype)
         return replace(features, last_TD=last_TD, lse_T=lse_T)

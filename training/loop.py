@@ -49,7 +49,7 @@ def train(
 
     on_eval(step): called on the main process every eval_every steps, its numbers are logged as `eval/…`;
     identity: what else makes two runs the same (target fingerprint, config); stream: where progress is shown.
-    What the head borrows of the target must lie on `open_accelerator(settings).device`.
+    It trains where the head is, which is where what it borrows of the target must lie.
     Raises UserError for a checkpoint of another run and for a loss that is not finite, Interrupted (a
     SystemExit) after SIGTERM or SIGINT; the state is saved in both of the latter cases.
     """
@@ -84,12 +84,13 @@ def train(
     return result
 
 
-def open_accelerator(settings: TrainSettings) -> Accelerator:
-    """Accelerate as this loop uses it; autocast is ours, so two runs of one process may differ in it."""
+def open_accelerator(device: torch.device) -> Accelerator:
+    """Accelerate as this loop uses it, on this device; autocast is ours, so runs of one process may differ in it."""
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    # Without `cpu`, every process on a machine without an accelerator would be a rank 0 of its own.
-    cpu = settings.device == "cpu" or not torch.accelerator.is_available()
-    return Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=[ddp])
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # a single process is given the current one
+    # Accelerate would take a GPU wherever there is one, and without `cpu` and without one make every process a rank 0.
+    return Accelerator(mixed_precision="no", cpu=device.type == "cpu", kwargs_handlers=[ddp])
 
 
 def describe_head(head: Learner) -> dict[str, Any]:
@@ -156,7 +157,7 @@ class _Run:
         identity: Mapping[str, Any],
     ) -> None:
         self.head, self.source, self.settings = head, source, settings
-        self.accelerator = open_accelerator(settings)
+        self.accelerator = open_accelerator(next(head.parameters()).device)
         self.main: bool = self.accelerator.is_main_process
         self.plan = BatchPlan(source.documents, settings.global_batch_tokens, settings.seed, settings.max_length)
         self.sizes = self.plan.sizes(settings.epochs, settings.max_steps)

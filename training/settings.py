@@ -18,9 +18,9 @@ class TrainSettings:
 
     epochs, max_steps: the smaller one ends the run; global_batch_tokens: most positions of one step over all
     processes; max_length: documents are cut there; accumulation: micro-batches per process and step;
-    mixed_precision: "no" or "bf16" (fp32 weights and optimizer either way); device: "auto" or "cpu";
-    save_every and eval_every in steps, 0 for never; keep: checkpoints that stay; read_ahead: micro-batches
-    read in the background.
+    mixed_precision: "no" or "bf16" (fp32 weights and optimizer either way); save_every in steps, 0 for never;
+    keep: checkpoints that stay; eval_every in steps, None for never; read_ahead: micro-batches read in the
+    background.
     """
 
     epochs: int = 1
@@ -30,33 +30,25 @@ class TrainSettings:
     accumulation: int = 1
     mixed_precision: str = "no"
     seed: int = 0
-    device: str = "auto"
     save_every: int = 200
     keep: int = 2
     log_every: int = 10
-    eval_every: int = 0
+    eval_every: int | None = None
     read_ahead: int = 2
     optim: OptimSettings = field(default_factory=OptimSettings)
 
     def __post_init__(self) -> None:
         if self.mixed_precision not in ("no", "bf16"):
             raise UserError(f"train.mixed_precision={self.mixed_precision} is not supported; choose no or bf16.")
-        if self.device not in ("auto", "cpu"):
-            raise UserError(f"train.device={self.device} is not supported; choose auto or cpu.")
-        least = {"epochs": 1, "accumulation": 1, "keep": 1, "log_every": 1, "max_steps": 1} | {
-            "global_batch_tokens": 1,
-            "max_length": 2,
-            "save_every": 0,
-            "eval_every": 0,
-            "read_ahead": 0,
-        }
+        least = dict.fromkeys(("epochs", "accumulation", "keep", "log_every", "max_steps", "eval_every"), 1)
+        least |= {"save_every": 0, "read_ahead": 0, "global_batch_tokens": 1, "max_length": 2}
         for name, value in asdict(self).items():
             if name in least and value is not None and value < least[name]:
                 raise UserError(f"train.{name}={value} is not possible; give at least {least[name]}.")
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide which weights come out; the others may change when a run continues."""
-        free = {"accumulation", "device", "save_every", "keep", "log_every", "eval_every", "read_ahead"}
+        free = {"accumulation", "save_every", "keep", "log_every", "eval_every", "read_ahead"}
         return {name: value for name, value in asdict(self).items() if name not in free}
 
 
