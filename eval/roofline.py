@@ -11,6 +11,7 @@ prompt's own pass are left out. This module measures nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -30,6 +31,10 @@ NVIDIA: Mapping[str, tuple[float, float]] = {
 Bound = Callable[[tuple[float, float]], float]  # of the seconds for reading and computing: their sum, or the larger
 
 
+def _is_size(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
 @dataclass(frozen=True)
 class Gpu:
     """bandwidth in TB/s, tflops dense at the precision that is served, both as on the data sheet."""
@@ -43,7 +48,7 @@ class Gpu:
         figures = ("bandwidth_TBs", "tflops")
         if isinstance(value, str) and value in NVIDIA:
             return Gpu(*NVIDIA[value])
-        if isinstance(value, Mapping) and set(value) == set(figures) and min(value.values()) > 0:
+        if isinstance(value, Mapping) and set(value) == set(figures) and all(_is_size(one) for one in value.values()):
             return Gpu(*(float(value[name]) for name in figures))
         raise UserError(
             f"gpu={value} is unknown; choose {', '.join(NVIDIA)}, or give its figures: "

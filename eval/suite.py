@@ -8,6 +8,7 @@ and does not know where the head and the requests come from.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -63,10 +64,11 @@ class Plan:
                 f"eval.gamma={self.gamma} and eval.gammas={list(self.gammas)} must be at least 1 and below "
                 f"eval.max_new_tokens={self.max_new_tokens}."
             )
-        if not self.temperatures or min(self.temperatures) < 0 or not 0 < self.top_p <= 1:
+        heats = all(0 <= heat < math.inf for heat in self.temperatures)
+        if not self.temperatures or not heats or not 0 < self.top_p <= 1:
             raise UserError(
-                f"eval.temperatures={list(self.temperatures)} must be some values ≥ 0, eval.top_p={self.top_p} above 0 "
-                f"and at most 1."
+                f"eval.temperatures={list(self.temperatures)} must be some finite values ≥ 0, eval.top_p={self.top_p} "
+                f"above 0 and at most 1."
             )
         if self.tree is not None:
             tree_setting(self.tree, "eval.tree")

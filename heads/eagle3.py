@@ -58,6 +58,8 @@ class Eagle3Head(RecurrentHead):
         qk_norm: bool = False,
     ) -> None:
         sizes = sizes if isinstance(sizes, BlockSizes) else BlockSizes(**sizes)
+        if taps is not None and not taps:
+            raise UserError("head.taps=[] gives the head nothing to read; name a boundary or more, or set null.")
         needs = FeatureNeeds(taps=tuple(taps) if taps is not None else default_taps(sizes.num_target_layers))
         needs.check(sizes.num_target_layers)
         own = {

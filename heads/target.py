@@ -305,6 +305,12 @@ def _loading(path: str | Path) -> Iterator[None]:
     """Whatever transformers finds wrong with a target's files, as one sentence."""
     try:
         yield
+    except ImportError as error:
+        reason = str(error).strip().splitlines()[0].removesuffix(".")
+        raise UserError(
+            f"The target at {path} needs a package that is not here ({reason}); install it, or set "
+            f"target.attention=sdpa where it is flash_attention_2."
+        ) from error
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(

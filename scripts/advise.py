@@ -7,8 +7,10 @@ python -m scripts.advise name=demo gpu=h100 target_size.parameters=7.5e9 draft_s
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -31,6 +33,12 @@ def run(cfg: DictConfig) -> None:
     from eval.speedup import advise
     from heads.artifact import UserError, provenance, write_json
 
+    paths = {"report": cfg.report, "costs": cfg.costs}
+    for name, value in paths.items():
+        check_value(name, value, str)
+    check_value("proposer", cfg.proposer, str | None)
+    if not isinstance(cfg.load, DictConfig):
+        raise UserError(f"load={cfg.load} is no load; give load.batch=8, load.context=512 or load.temperature=0.")
     for name, kind in LOAD.items():
         check_value(f"load.{name}", cfg.load[name], kind)
     if min(cfg.load.batch, cfg.load.context) < 1:
@@ -73,8 +81,12 @@ def run(cfg: DictConfig) -> None:
 
 def _costs(cfg: DictConfig) -> tuple[Costs, str | None, int, list[int], list[int]]:
     """The costs, the number format they hold for, the longest γ they reach, and batches and contexts of the table."""
+    from heads.artifact import UserError
+
     for name in ("batches", "contexts"):
         check_value(name, plain(cfg)[name], list[int] | None)
+        if (values := plain(cfg)[name]) is not None and (not values or min(values) < 1):
+            raise UserError(f"{name}={values} must name some whole numbers ≥ 1, or be null for those of the costs.")
     batches, contexts = (plain(cfg)[name] for name in ("batches", "contexts"))
     if cfg.gpu is not None:
         return _roofline(cfg), None, GPU_GAMMA, batches or list(GPU_BATCHES), contexts or list(GPU_CONTEXTS)
@@ -89,12 +101,28 @@ def _roofline(cfg: DictConfig) -> Costs:
 
     sizes = {"target_size": Reader, "draft_size": DraftReader}
     for name, kind in sizes.items():
+        if not isinstance(cfg[name], DictConfig):
+            raise UserError(f"{name}={cfg[name]} is no size; give {name}.parameters=7.5e9.")
         values = plain(cfg[name])
         if values["parameters"] is None:
             raise UserError(f"gpu= needs {name}.parameters=<how many are read for a pass>, such as 7.5e9.")
         check_call(kind, name, values)
+    for name in sizes:
+        _check_sizes(name, plain(cfg[name]))
     gpu, target, draft = (plain(cfg)[name] for name in ("gpu", *sizes))
     return Roofline(Gpu.of(gpu), Reader(**target), DraftReader(**draft))
+
+
+def _check_sizes(name: str, values: Mapping[str, Any]) -> None:
+    """Raises UserError on sizes of a model that cannot be; keys and values may be left out, with 0."""
+    from heads.artifact import UserError
+
+    for one in ("parameters", "bytes_per_parameter", "kv_bytes_per_token", "window"):
+        value = values.get(one)
+        may_be_nothing = one == "kv_bytes_per_token"
+        if value is not None and not (math.isfinite(value) and (value > 0 or (may_be_nothing and value == 0))):
+            rule = "0 or more" if may_be_nothing else "more than 0"
+            raise UserError(f"{name}.{one}={value} is not possible; set {name}.{one} to a finite number, {rule}.")
 
 
 def _show(found: Advice) -> None:

@@ -9,19 +9,62 @@ python -m scripts.bench bench=prediction name=demo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
 from scripts.common import build_head, load_target, script
 from scripts.costs import bench_cost, bench_prediction
-from scripts.settings import build
+from scripts.settings import build, check_value, plain
+
+# Every setting of conf/bench/*.yaml: its type, and the least that it, or each value of a list, may be.
+SETTINGS: dict[str, tuple[Any, int | None]] = {
+    "kind": (str, None),
+    "dtype": (str | None, None),
+    "documents": (int, 1),
+    "length": (int, 3),
+    "repeats": (int, 1),
+    "requests": (int, 1),
+    "max_ngram": (int, 1),
+    "draft_layers": (int, 1),
+    "batches": (list[int], 1),
+    "contexts": (list[int], 1),
+    "gammas": (list[int], 1),
+}
+_FROM_ZERO = {"prediction": ("gammas",)}  # γ 0, plain decoding, is among what is predicted
 
 
 def run(cfg: DictConfig) -> None:
     """The measurement that bench= names."""
     kinds = {"train": bench_train, "decode": bench_decode, "peers": bench_peers}
-    (kinds | {"cost": bench_cost, "prediction": bench_prediction})[cfg.bench.kind](cfg)
+    kinds |= {"cost": bench_cost, "prediction": bench_prediction}
+    check_settings(cfg, list(kinds))
+    kinds[cfg.bench.kind](cfg)
+
+
+def check_settings(cfg: DictConfig, kinds: Sequence[str]) -> None:
+    """Raises UserError on a setting of bench that is unknown, of the wrong type or too small."""
+    from heads.artifact import UserError
+    from heads.target import DTYPES
+
+    for name, value in plain(cfg.bench).items():
+        if name not in SETTINGS:
+            raise UserError(f"There is no setting bench.{name}; there are {', '.join(sorted(SETTINGS))}.")
+        kind, least = SETTINGS[name]
+        check_value(f"bench.{name}", value, kind)
+        if name in _FROM_ZERO.get(cfg.bench.kind, ()):
+            least = 0
+        values = value if isinstance(value, list) else [value]
+        if least is not None and (not values or min(values) < least):
+            what = "some whole numbers, each" if isinstance(value, list) else "a whole number"
+            raise UserError(f"bench.{name}={value} is not possible; give bench.{name} {what} ≥ {least}.")
+    choices = {"kind": kinds, "dtype": [*DTYPES, None]}
+    for name, known in choices.items():
+        if (value := cfg.bench.get(name)) not in known and name in cfg.bench:
+            named = ", ".join("null" if one is None else one for one in known)
+            raise UserError(f"bench.{name}={value} is unknown; choose one of {named}.")
 
 
 def bench_train(cfg: DictConfig) -> None:

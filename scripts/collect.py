@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from scripts.common import head_needs, load_target, script
+from scripts.ranges import check_target
 from scripts.settings import build, generation_settings, plain
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def run(cfg: DictConfig) -> None:
     print(f"          {len(traffic.train)} conversations to train on, {len(traffic.held_out)} held out", flush=True)
     print(f"target    loading {cfg.target.path}", flush=True)
     target = load_target(cfg)
+    check_target(cfg, target)
     print(f"features  the target answers in {cfg.target.dtype}; answers and states come from one pass", flush=True)
     with locked(features, "collects into"):
         manifest = collect(

@@ -9,7 +9,9 @@ import errno
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -17,13 +19,14 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from scripts.settings import build, check_call, check_value, plain
+from scripts.settings import build, check_call, check_start, plain
 
 if TYPE_CHECKING:  # torch and transformers take seconds; a first line of output must not wait for them
     from heads.base import DraftHead
     from heads.target import FrozenTarget
     from heads.vocab import DraftVocabulary
 
+CRASHED = 1
 USER_ERROR = 2
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 INTERRUPTED = 130
@@ -40,15 +43,21 @@ def script(
     """
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+        failed: list[tuple[str, int]] = []
         composed = hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(
-            one_sentence(main, launched=launched)
+            one_sentence(main, launched=launched, failed=failed)
         )
 
         @functools.wraps(main)
         def entry() -> None:
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors on instead of printing them
+            failed.clear()
             try:
                 composed()
+            except JobFailed:  # Hydra raises the first one when all jobs are through
+                jobs = "; ".join(f"{job} ({'refused' if code == USER_ERROR else 'crashed'})" for job, code in failed)
+                _fail(f"{len(failed)} of the jobs did not finish, the others did: {jobs}.")
+                sys.exit(min(code for _, code in failed))
             except ValueError as error:  # Hydra's own, of a group that is given something else than names
                 if "Config group override must be" not in str(error):
                     raise
@@ -63,38 +72,69 @@ def script(
     return decorate
 
 
-def one_sentence(main: Callable[[DictConfig], None], *, launched: bool = False) -> Callable[[DictConfig], None]:
-    """Turn mistakes of the user and a full disk into one line on stderr and exit code 2."""
+class JobFailed(Exception):
+    """A job of a multirun that failed and has already said why; the jobs after it still run."""
+
+
+def one_sentence(
+    main: Callable[[DictConfig], None], *, launched: bool = False, failed: list[tuple[str, int]] | None = None
+) -> Callable[[DictConfig], None]:
+    """Turn mistakes of the user and a full disk into one line on stderr and exit code 2.
+
+    Within a multirun it raises JobFailed instead and adds the job's overrides and exit code to `failed`.
+    """
 
     @functools.wraps(main)
     def guarded(cfg: DictConfig) -> None:
-        from heads.artifact import UserError
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
 
+        several = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
         try:
-            if not launched and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise UserError(
-                    f"{sys.argv[0]} was started as one of {os.environ['WORLD_SIZE']} processes, but it runs as one; "
-                    f"start it with `python -m`, and only scripts.train with `accelerate launch`."
-                )
-            check_value("seed", cfg.seed, int)
-            for name in ("run_dir", "head_dir", "traffic_dir", "features_dir"):
-                check_value(name, cfg[name], str)
-            check_value("collect.taps", plain(cfg.collect)["taps"], list[int])
-            main(cfg)
-        except UserError as error:
-            sys.exit(_fail(str(error)))
-        except OmegaConfBaseException as error:
-            sys.exit(_fail(_phrase(error)))
-        except KeyboardInterrupt:
-            print("\nStopped; the same command goes on from here.", file=sys.stderr)
-            sys.exit(INTERRUPTED)
-        except OSError as error:
-            if error.errno not in _DISK:
+            code = _attempt(main, cfg, launched)
+        except Exception:
+            if not several:
                 raise
-            where = error.filename or cfg.run_dir
-            sys.exit(_fail(f"Cannot use {where}: {error.strerror}; mend that or choose another run_dir=."))
+            traceback.print_exc()  # Hydra would show that of the first failed job only
+            code = CRASHED
+        if several and code in (USER_ERROR, CRASHED):
+            if failed is not None:
+                failed.append((" ".join(HydraConfig.get().overrides.task), code))
+            raise JobFailed
+        if code:
+            sys.exit(code)
 
     return guarded
+
+
+def _attempt(main: Callable[[DictConfig], None], cfg: DictConfig, launched: bool) -> int:
+    """The exit code of a script, once what went wrong has been said."""
+    from heads.artifact import UserError
+
+    try:
+        check_start(cfg, launched)
+        main(cfg)
+    except UserError as error:
+        return _fail(str(error))
+    except OmegaConfBaseException as error:
+        return _fail(_phrase(error))
+    except KeyboardInterrupt:
+        print("\nStopped; the same command goes on from here.", file=sys.stderr)
+        return INTERRUPTED
+    except OSError as error:
+        if error.errno not in _DISK and not _cannot_be_made(error, cfg.run_dir):
+            raise
+        where = error.filename or cfg.run_dir
+        return _fail(f"Cannot use {where}: {error.strerror}; mend that or choose another run_dir=.")
+    return 0
+
+
+def _cannot_be_made(error: OSError, run_dir: str) -> bool:
+    """Whether it is the run's own folder that the file system does not let anybody make, as under /proc."""
+    failed = None if error.filename is None else Path(os.path.abspath(str(error.filename)))
+    wanted = Path(os.path.abspath(run_dir))
+    inside = failed is not None and (failed in wanted.parents or failed.is_relative_to(wanted))
+    return error.errno == errno.ENOENT and inside and not wanted.exists()
 
 
 def _fail(sentence: str) -> int:
@@ -195,13 +235,16 @@ def head_needs(cfg: DictConfig, target: FrozenTarget) -> Any:
     import torch
 
     from heads.vocab import DraftVocabulary
+    from training.optim import parameter_groups
 
     wanted, every = cfg.head.get("draft_vocab_size"), torch.zeros(target.vocab_size)
     if wanted is not None:
         DraftVocabulary.choose(every, wanted, target.eos_token_ids)  # refuses what would fail after hours of answers
     made = _head_class(cfg)
     with torch.device("meta"):
-        return made(sizes=made.func.sizes_of(target), vocab=DraftVocabulary.identity(1)).needs
+        head = made(sizes=made.func.sizes_of(target), vocab=DraftVocabulary.identity(1))
+    parameter_groups(head, build(cfg, "optim"))  # refuses names of parameters that there are not
+    return head.needs
 
 
 def _head_class(cfg: DictConfig) -> Any:

@@ -29,8 +29,8 @@ def run(cfg: DictConfig) -> None:
     """All stages of the config, one after another."""
     started = time.monotonic()
     stages = plain(cfg)["stages"]
-    print(f"Draftsmith: {cfg.name}, {len(stages)} stages, each resumable; artifacts go to {cfg.run_dir}", flush=True)
     check_stages(stages)
+    print(f"Draftsmith: {cfg.name}, {len(stages)} stages, each resumable; artifacts go to {cfg.run_dir}", flush=True)
     check_all(cfg)
     for place, name in enumerate(stages, start=1):
         title, stage = STAGES[name]
@@ -44,6 +44,8 @@ def check_stages(stages: Sequence[str]) -> None:
     from heads.artifact import UserError
 
     check_value("stages", stages, list[str])
+    if not stages:
+        raise UserError(f"stages=[] leaves nothing to do; choose among {', '.join(STAGES)}.")
     if unknown := [name for name in stages if name not in STAGES]:
         raise UserError(f"stages={list(stages)} names {unknown[0]!r}; choose among {', '.join(STAGES)}.")
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
+
+from scripts.ranges import check_config
 
 if TYPE_CHECKING:
     from training.regenerate import Generation
@@ -45,6 +49,34 @@ def _node(cfg: DictConfig, key: str) -> DictConfig:
     node = OmegaConf.select(cfg, key)
     assert isinstance(node, DictConfig), f"{key} is no node"
     return node
+
+
+def check_start(cfg: DictConfig, launched: bool) -> None:
+    """What every script asks first: how it was started, where its artifacts go, and the seed. Raises UserError."""
+    from heads.artifact import UserError
+
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if not processes.isdecimal() or int(processes) < 1:
+        raise UserError(f"WORLD_SIZE={processes} in the environment must be a whole number ≥ 1; `unset WORLD_SIZE`.")
+    if not launched and int(processes) > 1:
+        raise UserError(
+            f"{sys.argv[0]} was started as one of {processes} processes, but it runs as one; "
+            f"start it with `python -m`, and only scripts.train with `accelerate launch`."
+        )
+    check_value("seed", cfg.seed, int)
+    if not 0 <= cfg.seed < 2**32:
+        raise UserError(f"seed={cfg.seed} must be at least 0 and below 2^32; set seed=0.")
+    parts = str(cfg.name).split("/")
+    if isinstance(cfg.name, (bool, types.NoneType)) or any(part.strip() in ("", ".", "..") for part in parts):
+        raise UserError(
+            f"name={'null' if cfg.name is None else cfg.name} cannot name a run under runs/; give a word such as "
+            f"name=mine (parts between / may not be empty, . or ..), or run_dir=<folder> for another place."
+        )
+    for name in ("run_dir", "head_dir", "traffic_dir", "features_dir"):
+        check_value(name, cfg[name], str)
+        if not cfg[name].strip():
+            raise UserError(f"{name}= is empty; give a folder such as {name}=runs/mine, or leave it out.")
+    check_value("collect.taps", plain(cfg.collect)["taps"], list[int])
 
 
 def build(cfg: DictConfig, key: str, **more: Any) -> Any:
@@ -97,6 +129,7 @@ def check_all(cfg: DictConfig) -> None:
     )
     for key in ("traffic", "head", "tracking", "export", *(f"rivals.{name}" for name in cfg.rivals)):
         check_node(cfg, key)
+    check_config(cfg)
     if cfg.traffic.get("held_out") == 0:
         raise UserError("traffic.held_out=0 leaves nothing to measure the head on; give a share such as 0.1.")
     _check_later_stages(cfg)

@@ -55,6 +55,7 @@ def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
     head = build_head(cfg, target, vocab, donor)
     store = store.select(head.needs)
     settings = train_settings(cfg)
+    check_something_is_left(store, settings.max_length)
     on_eval = None if settings.eval_every is None else evaluation(cfg, head, target, main)
     if on_eval is None or not main:
         target.drop_layers()  # the head borrows the rest only; the memory is the training's own
@@ -164,6 +165,19 @@ def check_origin(cfg: DictConfig, store: FeatureStore, target: FrozenTarget) -> 
         raise UserError(
             f"{store.folder} was collected from the target {store.manifest['target']['name']}, not from "
             f"{cfg.target.path}; collect again under another name=."
+        )
+
+
+def check_something_is_left(store: FeatureStore, max_length: int | None) -> None:
+    """Raises UserError when train.max_length cuts every document before there is anything to learn."""
+    from heads.artifact import UserError
+
+    # The first position that a head predicts is 2: it reads a state and the token after it.
+    needed = min((max(ref.answer_start, 2) + 1 for ref in store.documents), default=0)
+    if max_length is not None and max_length < needed:
+        raise UserError(
+            f"train.max_length={max_length} cuts every document before its answer, so nothing is left to learn; give "
+            f"at least train.max_length={needed}, or null to cut nothing."
         )
 
 

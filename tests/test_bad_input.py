@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
+from heads.artifact import UserError
 from scripts import collect, evaluate, export, pipeline, train
-from scripts.common import one_sentence
+from scripts.common import one_sentence, script
 from tests import e2e
 from tests.tiny import save_tiny, tiny_tokenizer
 
@@ -263,8 +264,8 @@ def test_what_collect_refuses(refuse: Refuse, override: str, words: str) -> None
         ("head.draft_vocab_size=97", "A draft vocabulary of 97 is not between 1 (special tokens) and 96"),
         ("train.epochs=0", "train.epochs=0 is not possible"),
         ("train.mixed_precision=fp16", "train.mixed_precision=fp16 is not supported"),
-        ("train.global_batch_tokens=0", "global_batch_tokens=0 and max_length=2048 are too small"),
-        ("train.max_length=0", "max_length=0 are too small"),
+        ("train.global_batch_tokens=0", "train.global_batch_tokens=0 is not possible; give at least 1"),
+        ("train.max_length=0", "train.max_length=0 is not possible; give at least 2"),
         ("optim.schedule=steps", "optim.schedule=steps is unknown"),
         ("optim.lr=-1", "optim.lr=-1 must be a positive number"),
         ("optim.clip_value=1", "exclude each other"),
@@ -284,7 +285,7 @@ def test_what_train_refuses(refuse: Refuse, copied: e2e.Place, override: str, wo
         ("eval.gamma=1000", "must be at least 1 and below eval.max_new_tokens=16"),
         ("eval.gammas=[1,16]", "must be at least 1 and below eval.max_new_tokens=16"),
         ("eval.gammas=[2,2]", "says something twice"),
-        ("eval.temperatures=[-1]", "must be some values ≥ 0"),
+        ("eval.temperatures=[-1]", "must be some finite values ≥ 0"),
         ("eval.top_p=0", "eval.top_p=0 above 0"),
         ("eval.dtypes=[int8]", "must name some of bfloat16"),
         ("eval.rows=0", "eval.rows=0 ≥ 1"),
@@ -342,6 +343,62 @@ def test_control_c_is_no_fault(finished: e2e.Finished, capsys: pytest.CaptureFix
         one_sentence(stopped)(e2e.config(*finished.place.overrides))
     assert stop.value.code == 130
     assert capsys.readouterr().err.strip() == "Stopped; the same command goes on from here."
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run_dir=", "run_dir= is empty; give a folder such as run_dir=runs/mine"),
+        ("features_dir=", "features_dir= is empty"),
+        ("name=", "name= cannot name a run under runs/; give a word"),
+        ("name=null", "name=null cannot name a run"),
+        ("name=../x", "name=../x cannot name a run"),
+        ("name=a//b", "name=a//b cannot name a run"),
+        ("seed=-1", "seed=-1 must be at least 0 and below 2^32"),
+        ("seed=99999999999999999999", "must be at least 0 and below 2^32"),
+    ],
+)
+def test_what_every_script_refuses_first(tmp_path: Path, capsys: Any, override: str, words: str) -> None:
+    ran: list[DictConfig] = []
+    assert words in e2e.sentence(ran.append, e2e.config(override), capsys)
+    assert not ran
+    one_sentence(ran.append)(e2e.config("name=a/b", "seed=4294967295"))
+    assert len(ran) == 1, "and what is allowed goes through"
+
+
+def test_a_broken_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert "WORLD_SIZE=abc in the environment must be" in e2e.sentence(lambda cfg: None, e2e.config(), capsys)
+
+
+@pytest.mark.parametrize(("crash", "code"), [(None, 2), (2, 1)])
+def test_a_refused_job_of_a_multirun_lets_the_others_run(
+    crash: int | None,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran: list[int] = []
+
+    @script()
+    def small(cfg: DictConfig) -> None:
+        ran.append(cfg.seed)
+        if cfg.seed == 1:
+            raise UserError("seed=1 is not wanted.")
+        if cfg.seed == crash:
+            raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr("sys.argv", ["small", "--multirun", "seed=0,1,2,3"])
+    with pytest.raises(SystemExit) as stop:
+        small()
+    assert ran == [0, 1, 2, 3] and stop.value.code == code
+    told = capsys.readouterr().err
+    assert "error: seed=1 is not wanted." in told
+    assert ("ZeroDivisionError: a fault of ours" in told) == (crash is not None)
+    end = "; seed=2 (crashed)." if crash else "."
+    assert told.splitlines()[-1].endswith(f"of the jobs did not finish, the others did: seed=1 (refused){end}")
 
 
 # ---- the command line itself -------------------------------------------------------------------------------------

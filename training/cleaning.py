@@ -53,6 +53,9 @@ class Cleaning:
     phone_region: str | None = None
 
     def __post_init__(self) -> None:
+        for name, bound in (("shortest", self.shortest), ("longest", self.longest)):
+            if bound is not None and bound < 1:
+                raise UserError(f"traffic.{name}={bound} is not possible; give 1 character or more, or null.")
         if self.near_duplicates is not None and not 0 < self.near_duplicates <= 1:
             raise UserError(
                 f"traffic.near_duplicates={self.near_duplicates} is no similarity; choose one above 0 and at most 1, "

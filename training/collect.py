@@ -124,7 +124,10 @@ class _Run:
         reasons = Counter(row["reason"] for row in self.refused)
         if not any(self.answers.values()):
             why = "; ".join(f"{reason}: {count}" for reason, count in reasons.most_common()) or "there are none"
-            raise UserError(f"None of the {len(conversations)} conversations gave an answer to learn from ({why}).")
+            raise UserError(
+                f"None of the {len(conversations)} conversations gave an answer to learn from ({why}); raise "
+                f"generation.max_prompt_tokens, lower generation.max_new_tokens, or choose another traffic=."
+            )
         if reasons:
             logger.warning("%d prompts set aside in %s (%s)", len(self.refused), self.writer.folder, dict(reasons))
         return self.writer.finish(

@@ -57,6 +57,9 @@ def read_demo(
     """
     rows = Rows(cleaning=Cleaning(longest=longest))
     limits = {"code": code, "chat": chat, "tools": tools}
+    for name, limit in limits.items():
+        if limit is not None and limit < 0:
+            raise UserError(f"traffic.{name}={limit} is not possible; give 0 for none, more, or null for all.")
     for name, prompts in (("code", _code), ("chat", _chat), ("tools", _tools)):
         if limits[name] != 0:
             for source, line, row in prompts():

@@ -47,10 +47,31 @@ class OptimSettings:
             raise UserError(f"optim.schedule={self.schedule} is unknown; choose one of {', '.join(SCHEDULES)}.")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise UserError(f"optim.lr={self.lr} must be a positive number; 1e-3 is a good start.")
+        self._check_numbers()
         if not 0 <= self.warmup_share < 1:
             raise UserError(f"optim.warmup_share={self.warmup_share} must be at least 0 and less than 1.")
         if self.clip_norm is not None and self.clip_value is not None:
             raise UserError("optim.clip_norm and optim.clip_value exclude each other; set one of them to null.")
+
+    def _check_numbers(self) -> None:
+        """Refuse what would reverse or silence gradients, or let weights run away."""
+        clips = {"clip_norm": self.clip_norm, "clip_value": self.clip_value}
+        allowed = {
+            "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1, such as [0.9, 0.95]"),
+            "eps": (math.isfinite(self.eps) and self.eps > 0, "a positive number such as 1e-8"),
+            "weight_decay": (math.isfinite(self.weight_decay) and self.weight_decay >= 0, "0 or a positive number"),
+            **{
+                name: (value is None or (math.isfinite(value) and value > 0), "a positive number, or null for none")
+                for name, value in clips.items()
+            },
+            "lr_multipliers": (
+                all(math.isfinite(factor) and factor >= 0 for factor in self.lr_multipliers.values()),
+                "factors of 0 (frozen) or more",
+            ),
+        }
+        for name, (good, rule) in allowed.items():
+            if not good:
+                raise UserError(f"optim.{name}={self.__dict__[name]} is not possible; set optim.{name} to {rule}.")
 
 
 def parameter_groups(module: nn.Module, settings: OptimSettings) -> list[dict[str, object]]:

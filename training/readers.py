@@ -63,8 +63,9 @@ def read_files(
         raise UserError("traffic.path is not set; give a file, a folder, a glob or hf://datasets/<name>.")
     if format not in ("auto", *FORMATS):
         raise UserError(f"traffic.format={format} is unknown; choose auto or one of {', '.join(FORMATS)}.")
-    if rows is not None and rows < 1:
-        raise UserError(f"traffic.rows={rows} is not possible; give at least 1, or null for all.")
+    for name, most in (("rows", rows), ("limit", limit)):
+        if most is not None and most < 1:
+            raise UserError(f"traffic.{name}={most} is not possible; give at least 1, or null for all.")
     cleaning = Cleaning(
         shortest=shortest,
         longest=longest,

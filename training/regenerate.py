@@ -10,6 +10,7 @@ why.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         allowed = {
-            "temperature": (self.temperature >= 0, "≥ 0"),
+            "temperature": (0 <= self.temperature < math.inf, "≥ 0 and finite"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "≥ 1"),
             "max_prompt_tokens": (self.max_prompt_tokens >= 1, "≥ 1"),

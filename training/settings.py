@@ -41,7 +41,7 @@ class TrainSettings:
         if self.mixed_precision not in ("no", "bf16"):
             raise UserError(f"train.mixed_precision={self.mixed_precision} is not supported; choose no or bf16.")
         least = dict.fromkeys(("epochs", "accumulation", "keep", "log_every", "max_steps", "eval_every"), 1)
-        least |= {"save_every": 0, "read_ahead": 0}
+        least |= {"save_every": 0, "read_ahead": 0, "global_batch_tokens": 1, "max_length": 2}
         for name, value in asdict(self).items():
             if name in least and value is not None and value < least[name]:
                 raise UserError(f"train.{name}={value} is not possible; give at least {least[name]}.")

@@ -190,6 +190,10 @@ def _opened(path: Path) -> BinaryIO:
     """A file's bytes, unpacked."""
     packing = path.suffix.lower()
     if packing == ".gz":
+        with open(path, "rb") as file:
+            start = file.read(2)
+        if start not in (b"", b"\x1f\x8b"):
+            raise UserError(f"{path} is not gzip, though its name ends in .gz; rename it, or pack it with gzip.")
         return cast(BinaryIO, gzip.open(path, "rb"))
     if packing == ".zst":
         return cast(BinaryIO, io.BufferedReader(_Zst(path)))

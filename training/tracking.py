@@ -136,6 +136,9 @@ def _bytes_up_to(path: Path, step: int) -> int:
     return length
 
 
+MODES = ("online", "offline", "disabled")
+
+
 class WandbTracker:
     """Weights & Biases, with the JSONL twin.
 
@@ -155,6 +158,8 @@ class WandbTracker:
         tags: Sequence[str] = (),
         mode: str | None = None,
     ) -> None:
+        if mode not in (None, *MODES):
+            raise UserError(f"tracking.mode={mode} is unknown; choose {', '.join(MODES)}, or null.")
         self.folder = Path(folder)
         self.twin = JsonlTracker(folder)
         self._kept = self.twin.path  # where the numbers are in any case
