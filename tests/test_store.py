@@ -230,7 +230,10 @@ def test_a_manifest_that_is_no_object_is_named(tmp_path: Path) -> None:
         FeatureStore.open(tmp_path / "f")
 
 
-HOLD = "import sys; from heads.artifact import locked\nwith locked(sys.argv[1], 'trains into'): print('held', flush=True); input()"
+HOLD = (
+    "import sys; from heads.artifact import locked\nwith locked(sys.argv[1], 'trains into'):"
+    " print('held', flush=True); input()"
+)
 
 
 def test_a_folder_is_filled_by_one_process_and_the_lock_dies_with_it(tmp_path: Path) -> None:
