@@ -94,12 +94,12 @@ def kept_load(report: Path, head: str, key: str) -> tuple[dict[str, Any] | None,
 
     It is kept where head, traces (by the key of the evaluation) and costs are those that it rests on.
     """
-    from heads.artifact import UserError, sha256_file
+    from heads.artifact import UserError, read_json, sha256_file
 
     if not report.is_file():
         return None, ""
     try:
-        before = read_report(report)
+        before = read_json(report, "the earlier report", REDO, needed=("head",))
     except UserError:
         return None, "The earlier report was damaged and is replaced; if it held advice, run scripts.advise again."
     if not (load := before.get("load")):

@@ -125,6 +125,8 @@ def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: boo
         return {} if tau is None else {"tokens_per_round": tau}
 
     return on_eval
+
+
 def is_main() -> bool:
     """Whether this is the process of a launch that speaks for all."""
     return int(os.environ.get("RANK", "0")) == 0
