@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 
 from tests import e2e
@@ -14,3 +17,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> e2e.Finished:
     output = e2e.call(place, "pipeline")
     assert output.returncode == 0, output.stderr
     return e2e.Finished(place, output)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A command that runs in this process sets up logging on the stream of its own test, which then closes."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

@@ -68,7 +68,8 @@ def test_what_is_shared_and_what_is_each_heads_own(place: e2e.Place, compared: d
         "comparison.md",
         "comparison.html",
     }
-    assert {path.name for path in (folder / "eagle3").iterdir()} == {"head", "report"}
+    names = {path.name for path in (folder / "eagle3").iterdir()}
+    assert {name for name in names if not name.startswith(".")} == {"head", "report"}
     assert json.loads((folder / "features/manifest.json").read_text())["needs"]["taps"] == [2, 4, 5]
 
 
@@ -113,8 +114,7 @@ def test_each_job_of_a_sweep_has_a_folder_of_its_own() -> None:
 def test_stages_are_checked_and_obeyed(place: e2e.Place, capsys: pytest.CaptureFixture[str]) -> None:
     said = e2e.sentence(pipeline.run, config(place, "eagle3", "stages=[collect,tain]"), capsys)
     assert "'tain'" in said and "collect, train, evaluate, export, compare" in said
-    pipeline.run(config(place, "eagle3", "stages=[]"))
-    assert "0 stages" in capsys.readouterr().out
+    assert "leaves nothing to do" in e2e.sentence(pipeline.run, config(place, "eagle3", "stages=[]"), capsys)
 
 
 # ---- the table --------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_every_head_has_a_row_with_all_its_numbers(compared: dict[str, Any]) -> 
     assert set(rows) == {"eagle3", "medusa"} and compared["gamma"] == 4 and compared["requests"] > 8
     for row in rows.values():
         for value in (row["alpha"], row["tokens_per_round"], row["tree"]["tokens_per_round"]):
-            assert value["low"] <= value["value"] <= value["high"]
+            assert value["low"] is None or value["low"] <= value["value"] <= value["high"]
         assert 0 < row["draft_cost"]["value"] < 5 and row["speedup"]["value"] > 0
         assert row["parameters"] > 1000 and row["seconds"] >= 0
     assert rows["eagle3"]["tokens"] == rows["medusa"]["tokens"] > 100, "they have not seen as much"

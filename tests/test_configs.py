@@ -20,17 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 
 from eval.suite import tasks
-from heads.artifact import UserError
-from heads.checkpoint import class_path
-from heads.export.folder import FORMATS
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
 from scripts import collect, evaluate, train
 from scripts.common import build_head, head_needs, load_target
 from scripts.settings import build, check_all
 from tests import e2e
-from tests.servable import SERVABLE, servable
-from tests.test_head_checkpoint import tiny_head
 from tests.tiny import features_of
 from training.step import GradientStep
 from training.store import FeatureStore
@@ -60,12 +55,16 @@ def test_all_files_are_found() -> None:
 
 
 @pytest.mark.parametrize(("group", "name"), OPTIONS)
-def test_every_option_composes_and_its_values_are_right(group: str, name: str) -> None:
+def test_every_option_composes_and_its_values_are_right(
+    group: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names and types are those of what it builds."""
+    monkeypatch.chdir(tmp_path)
+    Path("predictions.jsonl").write_text('{"id": "a", "prediction": "b"}\n')
     needed = {
         "custom": ["target.path=some/folder"],
         "draft_model": ["rivals.draft_model.path=some/folder"],
-        "given_prediction": ["rivals.given_prediction.path=some/file"],
+        "given_prediction": ["rivals.given_prediction.path=predictions.jsonl"],
         **dict.fromkeys(("hydra_mlp", "mtp_native"), ["stages=[collect,train,evaluate]"]),  # no server loads them
     }.get(name, [])
     chosen = f"{group}=[{name}]" if group == "rival" else f"{group}={name}"
@@ -79,52 +78,6 @@ def test_every_option_composes_and_its_values_are_right(group: str, name: str) -
 def test_the_other_roots_compose() -> None:
     for name in (Path(file).stem for file in FILES if "/" not in file):
         assert set(e2e.config(name=name)) >= {"target", "traffic", "head", "train", "eval"}
-
-
-NO_LAYOUT = (
-    r"has no layout for a head of the kind heads\.\S+; leave the stage out with 'stages=\[collect,train,evaluate\]'"
-)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right", "words"),
-    [
-        (["head=hydra_mlp"], ["stages=[collect,train,evaluate]"], f"export=vllm {NO_LAYOUT}"),
-        (["head=mtp_native"], ["stages=[train,evaluate]"], "export=vllm has no layout"),
-        (["head=medusa", "export=sglang"], ["export=original"], f"export=sglang {NO_LAYOUT}"),
-        (
-            ["experiment=demo", "head=medusa"],
-            ["head.draft_vocab_size=null"],
-            r"head\.draft_vocab_size=4096 could not be",
-        ),
-        (["head=mtp", "head.draft_vocab_size=64"], ["stages=[train,evaluate]"], "set head.draft_vocab_size=null"),
-        (["head=medusa", "eval.gamma=5"], ["head.depth=5"], r"eval\.gamma=5 is beyond head\.depth=4"),
-        (["experiment=compare", "head=hydra_mlp", "head.depth=2"], ["eval.gamma=2"], r"set eval\.gamma=2 or less"),
-    ],
-)
-def test_what_a_later_stage_would_refuse_is_refused_at_once(wrong: list[str], right: list[str], words: str) -> None:
-    """Without a target, and before hours of collecting and training."""
-    with pytest.raises(UserError, match=words):
-        check_all(e2e.config(*wrong))
-    check_all(e2e.config(*wrong, *right))
-
-
-def test_a_later_stage_alone_decides_by_itself() -> None:
-    """Its head may be of another kind than the config's. EAGLE-3 has a layout and no longest draft."""
-    check_all(e2e.config("head=hydra_mlp", "eval.gamma=9", "stages=[evaluate,export]"))
-    check_all(e2e.config("eval.gamma=9"))
-
-
-def test_which_layouts_want_the_whole_vocabulary() -> None:
-    """What is asked before training is what the layouts themselves refuse after it."""
-    vocab = DraftVocabulary(torch.arange(8), tiny_head().vocab.size)
-    for layout in {layout for how in FORMATS.values() for layout in how.layouts}:
-        kind = next(kind for kind in SERVABLE if class_path(servable(kind)) == layout.head)
-        if layout.whole_vocabulary:
-            with pytest.raises(UserError, match="head.draft_vocab_size=null"):
-                layout.check(servable(kind, vocab=vocab))
-        else:
-            layout.check(servable(kind, vocab=vocab))
 
 
 @pytest.mark.parametrize("name", [name for group, name in OPTIONS if group == "experiment"])

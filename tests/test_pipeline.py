@@ -32,8 +32,8 @@ def test_every_stage_leaves_a_finished_artifact(finished: e2e.Finished) -> None:
         assert manifest["provenance"]["config"]["name"] == e2e.NAME
         assert manifest["provenance"]["argv"][1:] == place.overrides
     names = {path.name for path in place.run.iterdir()}
-    # Proofs of this run, whose tests may have come before, stand beside the stages.
-    assert {name for name in names if not name.startswith("certificate")} == set(e2e.STAGES)
+    # Locks, and proofs of this run whose tests may have come before, stand beside the stages.
+    assert {name for name in names if not name.startswith(("certificate", "."))} == set(e2e.STAGES)
     FeatureStore.open(place.run / "features").verify()
     check_export(place.run / "export")
     assert not list(place.cwd.rglob("*.tmp"))

@@ -111,9 +111,9 @@ def test_what_cannot_be_measured_or_read_is_refused(head, target, folder: Path) 
 
 @pytest.fixture
 def place(finished: e2e.Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> e2e.Place:
-    """Traffic and head of the finished run, in a working directory of their own."""
+    """Traffic, head and export of the finished run, in a working directory of their own."""
     place = finished.place.at(tmp_path)
-    for stage in ("traffic", "head"):
+    for stage in ("traffic", "head", "export"):
         shutil.copytree(finished.place.run / stage, place.run / stage)
     monkeypatch.chdir(tmp_path)
     return place
