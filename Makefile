@@ -98,7 +98,7 @@ check: setup
 	$(PY) -m pytest --quiet tests/test_structure.py
 
 serve-check: setup $(SERVE)/.vllm-$(VLLM)
-	@$(PY) -m scripts.serve_check experiment=$(EXPERIMENT) serve_python=$(SERVE)/bin/python $(ARGS)
+	@$(PY) -m scripts.serve_check $(ARGS) experiment=$(EXPERIMENT) serve_python=$(SERVE)/bin/python
 
 bench: setup
 	@$(PY) -m scripts.bench $(BENCH) $(ARGS)
