@@ -31,30 +31,16 @@ def run(cfg: DictConfig) -> None:
 
 
 def _train_both(cfg: DictConfig) -> None:
-    from heads.artifact import write_manifest
-    from heads.checkpoint import save_head
-    from scripts.train import is_saved
+    from scripts.train import keep_head
     from training.joint import MODIFIED, drift
 
     folder = Path(cfg.run_dir)
     head, result, held_out, rounding = _trained(cfg, folder)
     print("          the adapted target against the original, on held-out prompts", flush=True)
     adapted = load_target(OmegaConf.merge(cfg, {"target": {"adapter": str(folder / "adapter")}}))
-    numbers: dict[str, Any] = {
-        "steps": result.steps,
-        "epochs": result.epochs,
-        "tokens": result.tokens,
-        "loss": result.loss,
-        "seconds": round(result.seconds, 1),
-        "tokens_per_second": round(result.tokens_per_second, 1),
-        "teacher_forced": result.metrics,
-        "parameters": sum(parameter.numel() for parameter in head.parameters()),
-        "drift": drift(adapted, held_out) | {"of_rounding_alone": rounding},
-    }
-    if not is_saved(folder / "head", numbers):
-        saved = save_head(head, folder / "head", target_fingerprint=adapted.fingerprint, extra=numbers)
-        write_manifest(folder / "head", "head", {**saved, "target": adapted.fingerprint, **numbers}, plain(cfg))
-    found = numbers["drift"]
+    found = drift(adapted, held_out) | {"of_rounding_alone": rounding}
+    parameters = sum(parameter.numel() for parameter in head.parameters())
+    keep_head(cfg, head, adapted.fingerprint, result, {"parameters": parameters, "drift": found})
     print(
         f"          mean KL {found['mean_kl']:.4f}, the same greedy choice at {found['greedy_agreement']:.1%} of "
         f"{found['positions']:,} tokens of {found['documents']} answers (rounding alone: {rounding['mean_kl']:.4f}, "

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from heads.base import DraftHead
     from heads.target import FrozenTarget
     from heads.vocab import DraftVocabulary
+    from training.settings import TrainResult
     from training.store import FeatureStore
 
 EVALUATED = 8  # held-out requests that train.eval_every decodes
@@ -42,8 +43,6 @@ def run(cfg: DictConfig) -> None:
 
 
 def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
-    from heads.artifact import write_manifest
-    from heads.checkpoint import save_head
     from training.loop import train
 
     folder, main = Path(cfg.run_dir), is_main()
@@ -76,22 +75,12 @@ def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
         stream=sys.stderr,
     )
     if main:
-        numbers: dict[str, Any] = {
-            "steps": result.steps,
-            "epochs": result.epochs,
-            "tokens": result.tokens,
-            "loss": result.loss,
-            "seconds": round(result.seconds, 1),
-            "tokens_per_second": round(result.tokens_per_second, 1),
-            "teacher_forced": result.metrics,
+        more = {
             "draft_vocabulary": {"size": len(vocab.ids_W), "coverage_of_train_answers": covered},
             "parameters": parameters,
             **origin_of(cfg),
         }
-        if not is_saved(folder / "head", numbers):
-            saved = save_head(head, folder / "head", target_fingerprint=target.fingerprint, extra=numbers)
-            body = {**saved, "target": target.fingerprint, **numbers}
-            write_manifest(folder / "head", "head", body, config=plain(cfg))
+        keep_head(cfg, head, target.fingerprint, result, more)
         say(f"          {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s; it is in {folder / 'head'}")
 
 
@@ -181,6 +170,29 @@ def check_something_is_left(store: FeatureStore, max_length: int | None) -> None
             f"train.max_length={max_length} cuts every document before its answer, so nothing is left to learn; give "
             f"at least train.max_length={needed}, or null to cut nothing."
         )
+
+
+def keep_head(
+    cfg: DictConfig, head: DraftHead, fingerprint: Mapping[str, str], result: TrainResult, more: Mapping[str, Any]
+) -> None:
+    """Write the trained head with the numbers of its training into runs/<name>/head, unless it is there already."""
+    from heads.artifact import write_manifest
+    from heads.checkpoint import save_head
+
+    folder = Path(cfg.run_dir) / "head"
+    numbers: dict[str, Any] = {
+        "steps": result.steps,
+        "epochs": result.epochs,
+        "tokens": result.tokens,
+        "loss": result.loss,
+        "seconds": round(result.seconds, 1),
+        "tokens_per_second": round(result.tokens_per_second, 1),
+        "teacher_forced": result.metrics,
+        **more,
+    }
+    if not is_saved(folder, numbers):
+        saved = save_head(head, folder, target_fingerprint=fingerprint, extra=numbers)
+        write_manifest(folder, "head", {**saved, "target": dict(fingerprint), **numbers}, config=plain(cfg))
 
 
 def is_saved(folder: Path, numbers: Mapping[str, Any]) -> bool:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eval.decode import DecodeSettings, Request, decode
 from heads.base import Committed, DraftHead, Proposal, TargetFeatures
 from heads.pairs import supervised_pairs
 from heads.target import FrozenTarget
-from heads.tree_draft import Tree
+from heads.tree_draft import Tree, TreeDrafter
 
 PROMPTS = ([9, 10, 11, 30], [12, 40], [33, 34, 35, 36, 37, 38])
 
@@ -123,3 +124,13 @@ def check_trained_is_served(
         head.propose(begun(target, head, [ids[first : start + 2]]), steps, forced)
         for k in range(steps):
             torch.testing.assert_close(served[k], trained(k, n), rtol=1e-9, atol=1e-9)
+
+
+def check_greedy(target: FrozenTarget, head: DraftHead, tree: Tree | None) -> None:
+    """Decoding with the head, as chain or tree, writes what plain decoding writes, and drafts in every round."""
+    requests = [Request(str(n), "all", tuple(prompt)) for n, prompt in enumerate(PROMPTS)]
+    proposer = head if tree is None else TreeDrafter(head, tree)
+    settings = DecodeSettings(gamma=3, max_new_tokens=20, rows=3)
+    found, plain = (decode(target, requests, one, settings) for one in (proposer, None))
+    assert [trace.tokens for trace in found] == [trace.tokens for trace in plain]
+    assert all(round_.proposed for trace in found for round_ in trace.rounds[:-1])

@@ -7,15 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eval.decode import DecodeSettings, Request, decode
 from heads.artifact import UserError
 from heads.checkpoint import load_head, save_head
 from heads.layers import BlockSizes
 from heads.medusa import MedusaHead
 from heads.pairs import supervised_pairs
-from heads.tree_draft import DynamicTree, TreeDrafter, tree_of
+from heads.tree_draft import DynamicTree, tree_of
 from heads.vocab import DraftVocabulary
-from tests.drafting_cases import PROMPTS, Watch, begun, check_rejection_leaves_no_trace, check_trained_is_served
+from tests.drafting_cases import (
+    PROMPTS,
+    Watch,
+    begun,
+    check_greedy,
+    check_rejection_leaves_no_trace,
+    check_trained_is_served,
+)
 from tests.recurrent_cases import documents
 from tests.tiny import features_of, load_tiny
 
@@ -155,12 +161,7 @@ def test_rejection_leaves_no_trace(target, kind: str) -> None:
 @pytest.mark.parametrize("kind", TREES)
 def test_greedy_text_is_the_targets_own(target, kind: str) -> None:
     head = make_head(target, draft_size=40)
-    requests = [Request(str(n), "all", tuple(prompt)) for n, prompt in enumerate(PROMPTS)]
-    proposer = head if TREES[kind] is None else TreeDrafter(head, TREES[kind])
-    settings = DecodeSettings(gamma=3, max_new_tokens=20, rows=3)
-    found, plain = (decode(target, requests, one, settings) for one in (proposer, None))
-    assert [trace.tokens for trace in found] == [trace.tokens for trace in plain]
-    assert all(round_.proposed for trace in found for round_ in trace.rounds[:-1])
+    check_greedy(target, head, TREES[kind])
 
 
 def test_each_head_reads_one_state_and_nothing_else(target) -> None:
