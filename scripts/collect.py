@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from scripts.common import head_needs, load_target, script
 from scripts.ranges import check_target
-from scripts.settings import build, generation_settings, plain
+from scripts.settings import build, generation_settings, plain, storage_settings
 
 if TYPE_CHECKING:
     from heads.base import FeatureNeeds
@@ -26,7 +26,7 @@ def run(cfg: DictConfig) -> None:
     from training.collect import collect
     from training.traffic import load_traffic, write_traffic
 
-    features = Path(cfg.features_dir)
+    features, storage = Path(cfg.features_dir), storage_settings(cfg)
     print(f"traffic   reading the prompts into {cfg.traffic_dir}", flush=True)
     show_account(write_traffic(cfg.traffic_dir, build(cfg, "traffic"), config=plain(cfg)), cfg.traffic_dir)
     traffic = load_traffic(cfg.traffic_dir)
@@ -34,7 +34,11 @@ def run(cfg: DictConfig) -> None:
     print(f"target    loading {cfg.target.path}", flush=True)
     target = load_target(cfg)
     check_target(cfg, target)
-    print(f"features  the target answers in {cfg.target.dtype}; answers and states come from one pass", flush=True)
+    states = {
+        "stored": "answers and states come from one pass",
+        "online": "its states are not kept, training computes them",
+    }[storage.states]
+    print(f"features  the target answers in {cfg.target.dtype}; {states}", flush=True)
     with locked(features, "collects into"):
         manifest = collect(
             target=target,
@@ -42,6 +46,7 @@ def run(cfg: DictConfig) -> None:
             folder=features,
             needs=collected_needs(cfg, target),
             generation=generation_settings(cfg),
+            storage=storage,
             config=plain(cfg),
         )
     print(

@@ -97,7 +97,7 @@ def _trained(cfg: DictConfig, folder: Path) -> tuple[DraftHead, TrainResult, lis
     parameters = sum(one.numel() for one in joint.parameters() if one.requires_grad)
     print(f"          {parameters / 1e6:.1f} M parameters learn, those of the head included", flush=True)
     stage1 = {
-        "features": store.manifest["shards"],
+        "features": store.identity,
         "target": target.fingerprint,
         "stage1": read_facts(cfg.head_dir)["sha256"],
     }

@@ -30,7 +30,8 @@ from heads.artifact import (
     write_manifest,
 )
 from heads.base import FeatureNeeds
-from training.store import COUNTS, DOCUMENTS, DocumentRef, TokenCounts, missing_files, stored_needs
+from training.fp8 import to_fp8
+from training.store import COUNTS, DOCUMENTS, DocumentRef, Storage, TokenCounts, missing_files, stored_needs
 
 SETTINGS, ANSWERS, QUARANTINE = "settings.json", "answers.jsonl", "quarantine.jsonl"
 
@@ -39,7 +40,7 @@ SETTINGS, ANSWERS, QUARANTINE = "settings.json", "answers.jsonl", "quarantine.js
 class Document:
     """One document on its way into the store. Tokens from `answer_start` on were generated.
 
-    taps_TE and last_TD are None where the store does not need them.
+    taps_TE, last_TD and lse_T are None where the store does not need them.
     """
 
     conversation: str
@@ -51,7 +52,7 @@ class Document:
     text: str
     taps_TE: Tensor | None
     last_TD: Tensor | None
-    lse_T: Tensor
+    lse_T: Tensor | None
 
 
 def wider_needs(folder: str | Path, needs: FeatureNeeds) -> FeatureNeeds:
@@ -62,7 +63,10 @@ def wider_needs(folder: str | Path, needs: FeatureNeeds) -> FeatureNeeds:
     path = Path(folder) / SETTINGS
     if not path.is_file():
         return needs
-    begun = stored_needs(_begun(path))
+    settings = _begun(path)
+    begun = stored_needs(settings)
+    if Storage.of(settings).states == "online":  # to be refused as what it is, not for its taps
+        return needs
     if missing := sorted(set(needs.taps) - set(begun.taps)):
         raise UserError(
             f"{folder} holds features with the taps {list(begun.taps)}, but {missing} are asked for too; choose "
@@ -106,7 +110,8 @@ class StoreWriter:
             write_json(path, self.settings)
 
     def _compare(self, found: dict[str, Any]) -> None:
-        before, now = _flat(found), _flat(self.settings)
+        usual = _flat({"collect": asdict(Storage())})  # of a folder that was begun before there was a choice
+        before, now = usual | _flat(found), usual | _flat(self.settings)
         for key in [*now, *before]:
             if key != "target.name" and before.get(key) != now.get(key):
                 raise UserError(
@@ -151,7 +156,7 @@ class StoreWriter:
             "documents": [],
         }
         if documents:
-            data = save(_tensors(documents))
+            data = save(_tensors(documents, self.settings))
             write_atomic(self.folder / f"{name}.safetensors", data)
             sha256 = hashlib.sha256(data).hexdigest()
             index |= {"sha256": sha256, "bytes": len(data), "documents": _rows(name, documents)}
@@ -212,18 +217,24 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return result
 
 
-def _tensors(documents: Sequence[Document]) -> dict[str, Tensor]:
+def _tensors(documents: Sequence[Document], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What a shard holds, as `training.store` says."""
     supervised = [torch.arange(len(document.ids_T)) >= document.answer_start for document in documents]
     tensors = {
         "ids": torch.cat([document.ids_T for document in documents]).to(torch.int32),
         "supervised": torch.cat(supervised).to(torch.uint8),
-        "lse": torch.cat([document.lse_T for document in documents]).to(torch.float32),
     }
+    lse = [document.lse_T for document in documents if document.lse_T is not None]
+    if lse:
+        tensors["lse"] = torch.cat(lse).to(torch.float32)
     taps = [document.taps_TE for document in documents if document.taps_TE is not None]
     last = [document.last_TD for document in documents if document.last_TD is not None]
-    for name, states in (("taps", taps), ("last", last)):
-        if states:
-            tensors[name] = torch.cat(states).contiguous()
+    for name, states, count in (("taps", taps, len(stored_needs(settings).taps)), ("last", last, 1)):
+        if not states:
+            continue
+        tensors[name] = torch.cat(states).contiguous()
+        if Storage.of(settings).dtype == "fp8":
+            tensors[name], tensors[f"{name}_scale"] = to_fp8(tensors[name], count)
     return tensors
 
 
