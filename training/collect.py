@@ -27,8 +27,9 @@ from heads.artifact import UserError
 from heads.base import FeatureNeeds
 from heads.target import FrozenTarget
 from training.progress import Progress
-from training.regenerate import Answer, Generation, answer_batch
-from training.store import Storage, check_disk, estimate_bytes
+from training.regenerate import Generation, answer_batch
+from training.states import Answer
+from training.store import STORED, Storage, check_disk, estimate_bytes
 from training.store_writer import Document, StoreWriter, wider_needs
 from training.traffic import Conversation, fingerprint
 
@@ -56,7 +57,7 @@ def collect(
     folder: str | Path,
     needs: FeatureNeeds,
     generation: Generation,
-    storage: Storage = Storage(),
+    storage: Storage = STORED,
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Fill the features folder, or go on filling it, and return its manifest; a finished one is returned at

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from heads.base import FeatureNeeds, TargetFeatures
 from heads.target import FrozenTarget
 from training.features import truncate
-from training.regenerate import _log_sum_exp as log_sum_exp
+from training.states import forward_states, log_sum_exp
 from training.store import DocumentRef, FeatureStore
 
 
@@ -59,22 +58,10 @@ class LiveFeatures:
         rows = [document.ids_T[: ref.length - 1] for ref, document in zip(refs, documents, strict=True)]
         found: dict[int, TargetFeatures] = {}
         for group in _alike([len(ids_T) for ids_T in rows]):
-            states = self._states([rows[index] for index in group])
+            states = forward_states(self.target, [rows[index] for index in group], taps=self.needs.taps)
             for index, (taps_TE, last_TD) in zip(group, states, strict=True):
                 found[index] = self._features(documents[index], taps_TE, last_TD, refs[index].answer_start)
         return [found[index] for index in range(len(refs))]
-
-    @torch.no_grad()
-    def _states(self, rows: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Tapped and last states of each row of ids. Nothing of the target is changed meanwhile, so that it may decode
-        in another thread."""
-        ids_BT = pad_sequence(list(rows), batch_first=True).to(self.target.device)
-        taps = self.needs.taps
-        # Padded on the right, where no token before it looks.
-        output = self.target.model.base_model(input_ids=ids_BT, use_cache=False, output_hidden_states=bool(taps))
-        last_BTD = output.last_hidden_state
-        taps_BTE = torch.cat([output.hidden_states[tap] for tap in taps], -1) if taps else last_BTD[..., :0]
-        return [(taps_BTE[row, : len(ids_T)], last_BTD[row, : len(ids_T)]) for row, ids_T in enumerate(rows)]
 
     @torch.no_grad()
     def _features(self, document: TargetFeatures, taps_TE: Tensor, last_TD: Tensor, start: int) -> TargetFeatures:

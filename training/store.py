@@ -71,6 +71,9 @@ class Storage:
         return states * width + _IDS + _LSE
 
 
+STORED = Storage()
+
+
 @dataclass(frozen=True)
 class DocumentRef:
     """Where a stored document lies: `length` positions from `offset` of its shard."""
@@ -94,7 +97,7 @@ class TokenCounts(NamedTuple):
 
 
 def estimate_bytes(
-    needs: FeatureNeeds, tokens: int, *, hidden_size: int, dtype: torch.dtype, storage: Storage = Storage()
+    needs: FeatureNeeds, tokens: int, *, hidden_size: int, dtype: torch.dtype, storage: Storage = STORED
 ) -> int:
     """Size on disk of a store of `tokens` positions, indexes not counted."""
     return tokens * storage.position_bytes(needs, hidden_size, dtype.itemsize)
