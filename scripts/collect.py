@@ -22,10 +22,16 @@ if TYPE_CHECKING:
 
 def run(cfg: DictConfig) -> None:
     """Fill traffic_dir and features_dir; what is finished is used as it is."""
-    from heads.artifact import locked
+    from heads.artifact import UserError, locked
     from training.collect import collect
+    from training.remote import is_remote
     from training.traffic import load_traffic, write_traffic
 
+    if is_remote(cfg.features_dir):
+        raise UserError(
+            f"features_dir={cfg.features_dir} cannot be filled in place; collect into a folder, then "
+            f"`python -m scripts.store upload={cfg.features_dir}`."
+        )
     features, storage = Path(cfg.features_dir), storage_settings(cfg)
     print(f"traffic   reading the prompts into {cfg.traffic_dir}", flush=True)
     show_account(write_traffic(cfg.traffic_dir, build(cfg, "traffic"), config=plain(cfg)), cfg.traffic_dir)

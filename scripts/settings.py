@@ -73,7 +73,7 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
             f"name={'null' if cfg.name is None else cfg.name} cannot name a run under runs/; give a word such as "
             f"name=mine (parts between / may not be empty, . or ..), or run_dir=<folder> for another place."
         )
-    for name in ("run_dir", "head_dir", "traffic_dir", "features_dir"):
+    for name in ("run_dir", "head_dir", "traffic_dir", "features_dir", "features_cache"):
         check_value(name, cfg[name], str)
         if not cfg[name].strip():
             raise UserError(f"{name}= is empty; give a folder such as {name}=runs/mine, or leave it out.")

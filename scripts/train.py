@@ -123,12 +123,12 @@ def is_main() -> bool:
 
 def open_features(cfg: DictConfig) -> FeatureStore:
     """The store of the config, its files compared with their checksums where train.verify says so."""
-    from training.store import FeatureStore
+    from training.remote import open_store
 
     def tell(size: int) -> None:
         print(f"          checking {size / 1e9:.1f} GB of features; train.verify=false skips that", flush=True)
 
-    store = FeatureStore.open(cfg.features_dir)
+    store = open_store(cfg.features_dir, cfg.features_cache)
     if cfg.train.verify and is_main():  # the others wait for it where they first meet
         store.verify(tell)
     return store

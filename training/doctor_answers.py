@@ -275,7 +275,11 @@ def look_at_cost(
             "train",
             "epochs · written · (6 · M + (6 or 4) · K · W · D + 2 · W · D) / FLOP/s, M: the head's "
             "matrices in all K passes, W · D: the projection (training/estimate.py)"
-            + ("; and epochs · 2 · parameters · positions / FLOP/s for the states" if storage.states == "online" else ""),
+            + (
+                "; and epochs · 2 · parameters · positions / FLOP/s for the states"
+                if storage.states == "online"
+                else ""
+            ),
         ),
     )
     found: list[Finding] = []

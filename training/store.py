@@ -137,8 +137,15 @@ def missing_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 class FeatureStore:
     """A finished store, read by mapping its shards into memory. Open it with `FeatureStore.open`."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], documents: list[DocumentRef]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: dict[str, Any],
+        documents: list[DocumentRef],
+        fetch: Callable[[str], None] | None = None,
+    ) -> None:
         self.folder = folder
+        self.fetch = fetch  # brings a shard's file, which is not here yet, and compares it with its checksum
         self.manifest = manifest
         self.documents = documents
         self.needs = stored_needs(manifest)  # what `read` gives; `select` narrows it
@@ -146,17 +153,20 @@ class FeatureStore:
         self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._map)
 
     @classmethod
-    def open(cls, folder: str | Path) -> FeatureStore:
-        """Raises UserError when the store is unfinished, a file is missing, or one of those beside the shards is not
-        the one that was written; for the shards themselves see `verify`."""
+    def open(cls, folder: str | Path, fetch: Callable[[str], None] | None = None) -> FeatureStore:
+        """fetch: brings the file of a shard that is not here; without it all are here.
+
+        Raises UserError when the store is unfinished, a file is missing, or one of those beside the shards is not the
+        one that was written; for the shards themselves see `verify`.
+        """
         folder = Path(folder)
         manifest = read_manifest(folder, "features")
-        if missing := missing_files(folder, manifest):
+        if fetch is None and (missing := missing_files(folder, manifest)):
             raise UserError(f"{folder} lacks {', '.join(missing)}; {_REPEAT}")
         _compare(folder, manifest["files"])
         with open(folder / DOCUMENTS, encoding="utf-8") as file:
             documents = [DocumentRef(**json.loads(line)) for line in file]
-        return cls(folder, manifest, documents)
+        return cls(folder, manifest, documents, fetch)
 
     @property
     def online(self) -> bool:
@@ -186,7 +196,7 @@ class FeatureStore:
                 f"{self.folder} lacks {what} of what the head needs (it holds the taps {list(there.taps)}); set "
                 f"head.taps= to some of these, or collect again under another name= with collect.taps={missing}."
             )
-        selected = FeatureStore(self.folder, self.manifest, self.documents)
+        selected = FeatureStore(self.folder, self.manifest, self.documents, self.fetch)
         selected.needs = needs
         return selected
 
@@ -225,21 +235,27 @@ class FeatureStore:
         return from_fp8(values, scale_TS, getattr(torch, self.manifest["dtype"]))
 
     def _map(self, name: str) -> Any:
+        path = self.folder / f"{name}.safetensors"
+        if self.fetch is not None and not path.is_file():
+            self.fetch(path.name)
         try:
-            return safe_open(self.folder / f"{name}.safetensors", framework="pt")
+            return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise UserError(f"{name}.safetensors of {self.folder} cannot be read ({error}); {_REPEAT}") from error
+
+    def _is_here(self, name: str) -> bool:
+        return (self.folder / f"{name}.safetensors").is_file()
 
     def token_counts(self) -> TokenCounts:
         """Token counts over all documents, for choosing a draft vocabulary."""
         return TokenCounts(**load_file(self.folder / COUNTS))
 
     def verify(self, large: Callable[[int], None] = lambda size: None) -> None:
-        """Read every file once. Raises UserError naming each whose bytes are not what was written.
+        """Read every file that is here once. Raises UserError naming each whose bytes are not what was written.
 
         large: told the bytes of the shards before, when reading them takes a while.
         """
-        shards = self.manifest["shards"]
+        shards = [one for one in self.manifest["shards"] if self.fetch is None or self._is_here(one["name"])]
         if (size := sum(shard["bytes"] for shard in shards)) >= _LARGE:
             large(size)
         _compare(self.folder, {f"{one['name']}.safetensors": one["sha256"] for one in shards} | self.manifest["files"])
