@@ -82,7 +82,7 @@ def test_where_files_cannot_be_linked_they_are_copied(tmp_path: Path, monkeypatc
     ("more", "words"),
     [
         ({"target": {"name": "t", "weights": "x"}}, "target.weights is w in one and x in the other"),
-        ({"needs": {"taps": [1, 4], "last": True}}, r"needs.taps is \[1, 3\] in one and \[1, 4\] in the other"),
+        ({"needs": FeatureNeeds((1, 4), True)}, r"needs.taps is \[1, 3\] in one and \[1, 4\] in the other"),
         ({"generation": {"temperature": 1.0}}, "generation.temperature is 0.0 in one and 1.0"),
         ({"collect": {"states": "stored", "dtype": "fp8"}}, "collect.dtype is target in one and fp8 in the other"),
     ],

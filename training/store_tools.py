@@ -75,8 +75,8 @@ def _check_alike(folder: Path, settings: dict[str, Any], other: Path, others: di
     for name in dict.fromkeys([*one, *two]):
         if not name.startswith(_FREE) and one.get(name) != two.get(name):
             raise UserError(
-                f"{folder} and {other} cannot be merged, as {name} is {one.get(name)} in one and {two.get(name)} in the "
-                f"other; give stores of the same target, taps and settings."
+                f"{folder} and {other} cannot be merged, as {name} is {one.get(name)} in one and {two.get(name)} in "
+                f"the other; give stores of the same target, taps and settings."
             )
 
 
