@@ -48,8 +48,9 @@ def test_a_store_gives_the_rounded_states(tmp_path: Path, taps: tuple[int, ...])
         chosen = [document.taps_TE[:, NEEDS.taps.index(tap) * WIDTH :][:, :WIDTH] for tap in taps]
         wanted = torch.cat([*chosen, document.taps_TE[:, :0]], 1)
         for got, put, count in ((read.taps_TE, wanted, len(taps)), (read.last_TD, document.last_TD, 1)):
-            assert got.dtype == torch.bfloat16 and got.shape == put.shape
+            assert got.shape == put.shape
             if count:
+                assert got.dtype == torch.bfloat16
                 assert torch.equal(got, from_fp8(*to_fp8(put, count), torch.bfloat16))
     tokens = sum(len(one.ids_T) for one in given)
     estimate = estimate_bytes(NEEDS, tokens, hidden_size=WIDTH, dtype=torch.bfloat16, storage=storage)
