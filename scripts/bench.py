@@ -90,6 +90,7 @@ def bench_train(cfg: DictConfig) -> None:
     vocab = DraftVocabulary.choose(torch.arange(target.vocab_size, 0, -1), min(size, target.vocab_size))
     head = build_head(cfg, target, vocab)
     target.drop_layers()  # only what the head borrows is needed; the memory is the training's own
+    head.attach(target.weights)
     lengths = [cfg.bench.length] * cfg.bench.documents
     features = made_up_features(head, hidden_size=target.hidden_size, lengths=lengths).to(target.device)
     speed = train_speed(head, features, bf16=cfg.train.mixed_precision == "bf16", repeats=cfg.bench.repeats)

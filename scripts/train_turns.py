@@ -28,8 +28,8 @@ def bench_train_growth(cfg: DictConfig) -> None:
 
     from training.turns import Spread, in_turn
 
-    told = f"{cfg.head._target_} for {cfg.target.path}, one document, {torch.get_num_threads()} threads"
-    print(f"bench     training {told}", flush=True)
+    where = f"{cfg.target.path}, one document, {torch.get_num_threads()} threads"
+    print(f"bench     training {cfg.head._target_} for {where}", flush=True)
     vocab_size, _ = _sizes(cfg)
     for wanted in cfg.bench.vocabularies:
         for length in cfg.bench.lengths:

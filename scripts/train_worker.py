@@ -22,6 +22,7 @@ def prepare(request: dict[str, Any]) -> tuple[dict[str, Any], Callable[[int], di
     target = load_target(cfg)
     head = build_head(cfg, target, DraftVocabulary(torch.tensor(request["vocabulary"]), target.vocab_size))
     target.drop_layers()  # only what the head borrows is needed; the memory is the training's own
+    head.attach(target.weights)
     lengths, size = request["lengths"], target.hidden_size
     features = made_up_features(head, hidden_size=size, lengths=lengths, prompt_share=0.0).to(target.device)
     loaded, _ = memory(target.device)
