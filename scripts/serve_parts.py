@@ -164,7 +164,7 @@ def check_settings(cfg: DictConfig) -> ServedLaw:
     if asked and not FEWEST <= asked <= values["requests"] or together < 2:
         raise UserError(
             f"api.requests={asked} must be 0 (leave it out) or from {FEWEST} to requests={values['requests']}, and "
-            f"api.at_once={together} at least 2."
+            f"api.at_once at least 2, not {together}."
         )
     if unknown := [dtype for dtype in values["dtypes"] if dtype not in DTYPES]:
         raise UserError(f"dtypes={values['dtypes']}: {unknown[0]} is unknown; choose some of {', '.join(DTYPES)}.")
