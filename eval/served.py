@@ -8,6 +8,7 @@ one, when they are sent one at a time. Sent together to a server that only count
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -93,11 +94,13 @@ def serve(
     before = first = speculating(api)
     started = time.monotonic()
     read: list[VllmCounters] = []
+    telling = threading.Lock()
 
     def ask(index: int) -> Answer:
         own = None if sampling.greedy else seed + index
         answer = api.complete(requests[index], sampling, max_new_tokens, seed=own)
-        on_done(answer.tokens)
+        with telling:
+            on_done(answer.tokens)
         return answer
 
     if at_once == 1:
