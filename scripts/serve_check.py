@@ -80,7 +80,8 @@ def run(cfg: DictConfig) -> bool:
     }
     write_manifest(folder, "serve_check", body, plain(cfg))
     print(f"{'PASSED' if good else 'FAILED'}    requests, answers and logs are in {folder}", flush=True)
-    Console().print(overview(checked_beside(Path(cfg.run_dir))))
+    if (table := overview(checked_beside(Path(cfg.run_dir)))).row_count:
+        Console().print(table)
     return good
 
 
