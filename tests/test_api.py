@@ -25,6 +25,7 @@ from eval.tally import Estimate
 from eval.trace import Round
 from heads.artifact import UserError
 from scripts import collect, served
+from scripts.prompts import held_out_requests
 from tests import e2e
 from tests.simulated_traces import trace_of
 from tests.stand_in_server import StandIn
@@ -266,8 +267,9 @@ def test_evaluate_refuses_in_one_sentence(
 def test_the_same_model_by_another_name_is_for_the_user_to_say(
     place: e2e.Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with served_by(model="other", longest=20) as stand_in:
+    longest = max(len(one.prompt) for one in held_out_requests(e2e.config(*place.overrides))) + 8
+    with served_by(model="other", longest=longest - 1) as stand_in:
         served.run(config(place, stand_in, "server.model=other", "eval.temperatures=[0.0]", "eval.max_new_tokens=8"))
     said = capsys.readouterr().out
-    assert "left out: over 20 positions there" in said and "does not show its tokenizer" in said
+    assert f"left out: over {longest - 1} positions there" in said and "does not show its tokenizer" in said
     assert Path(place.run / "server" / "server.json").is_file()
