@@ -31,6 +31,7 @@ _WORDS: dict[Any, str] = {
     types.NoneType: "null",
     Any: "a value",
 }
+ANSWERS = ("regenerate", "logged")
 _ABOUT_CALLS = ("_target_", "_convert_", "_partial_", "_recursive_")
 _OF_BUILDING = {
     "head": {"draft_vocab_size": int | None, "from_target": bool},
@@ -62,7 +63,8 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
     if not launched and int(processes) > 1:
         raise UserError(
             f"{sys.argv[0]} was started as one of {processes} processes, but it runs as one; "
-            f"start it with `python -m`, and only scripts.train with `accelerate launch`."
+            f"start it with `python -m`, and only scripts.collect, scripts.train and scripts.pipeline with "
+            f"`accelerate launch`."
         )
     check_value("seed", cfg.seed, int)
     if not 0 <= cfg.seed < 2**32:
@@ -77,7 +79,11 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
         check_value(name, cfg[name], str)
         if not cfg[name].strip():
             raise UserError(f"{name}= is empty; give a folder such as {name}=runs/mine, or leave it out.")
-    check_value("collect.taps", plain(cfg.collect)["taps"], list[int])
+    check_value("verify", cfg.verify, bool)
+    for key, hint in (("taps", list[int]), ("answers", str), ("verify", bool)):
+        check_value(f"collect.{key}", plain(cfg.collect)[key], hint)
+    if cfg.collect.answers not in ANSWERS:
+        raise UserError(f"collect.answers={cfg.collect.answers} is unknown; choose {' or '.join(ANSWERS)}.")
 
 
 def build(cfg: DictConfig, key: str, **more: Any) -> Any:
