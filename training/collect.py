@@ -12,7 +12,6 @@ its reason, and the later turns of its conversation are left out; nothing else s
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections import Counter
@@ -27,7 +26,7 @@ from heads.artifact import UserError
 from heads.base import FeatureNeeds
 from heads.target import FrozenTarget
 from training.progress import Progress
-from training.regenerate import Answer, Generation, answer_batch
+from training.regenerate import Answer, Generation, answer_batch, seed_of
 from training.store import check_disk, estimate_bytes
 from training.store_writer import Document, StoreWriter, wider_needs
 from training.traffic import Conversation, fingerprint
@@ -192,7 +191,7 @@ class _Run:
         index = self.writer.shard(name, key)
         reused = index is not None
         if index is None:
-            results = self._answer(batch, _seed(self.generation.seed, key))
+            results = self._answer(batch, seed_of(self.generation.seed, key))
             documents = [
                 self._document(request, result)
                 for request, result in zip(batch, results, strict=True)
@@ -243,8 +242,3 @@ class _Run:
             last_TD=answer.last_TD if self.needs.last else None,
             lse_T=answer.lse_T,
         )
-
-
-def _seed(seed: int, key: Sequence[str]) -> int:
-    """A seed of its own for each batch, so that a batch made again draws the same."""
-    return int(hashlib.sha256("\n".join([str(seed), *key]).encode()).hexdigest()[:12], 16)

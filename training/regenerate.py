@@ -10,6 +10,7 @@ why.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,11 @@ class Answer:
     taps_TE: Tensor
     last_TD: Tensor
     lse_T: Tensor
+
+
+def seed_of(seed: int, names: Sequence[str]) -> int:
+    """A seed (48 bits) of their own for what is answered together, so that doing it again draws the same."""
+    return int(hashlib.sha256("\n".join([str(seed), *names]).encode()).hexdigest()[:12], 16)
 
 
 @torch.inference_mode()
