@@ -121,7 +121,8 @@ def _answers(cfg: DictConfig, target: FrozenTarget) -> list[TargetFeatures]:
     from eval.suite import spread
     from heads.artifact import UserError
     from scripts.prompts import held_out_requests
-    from training.regenerate import answer_batch, as_features
+    from training.regenerate import answer_batch
+    from training.states import as_features
 
     how = replace(generation_settings(cfg), temperature=0.0, top_p=1.0)
     prompts = [request.prompt for request in spread(held_out_requests(cfg), cfg.medusa2.held_out)]

@@ -26,7 +26,8 @@ from heads.artifact import UserError
 from heads.base import FeatureNeeds
 from heads.target import FrozenTarget
 from training.progress import Progress
-from training.regenerate import Answer, Generation, answer_batch, seed_of
+from training.regenerate import Generation, answer_batch, seed_of
+from training.states import Answer
 from training.store import check_disk, estimate_bytes
 from training.store_writer import Document, StoreWriter, wider_needs
 from training.traffic import Conversation, fingerprint

@@ -20,8 +20,9 @@ from training.chat import ChatEncoder, MaskError
 from training.diagnosis import DoctorSettings, Finding, Sample, Section
 from training.doctor import Prompts
 from training.estimate import HeadSizes, Machine, TargetSizes, Workload, estimate, forward_rate
-from training.regenerate import Answer, Generation, answer_batch
+from training.regenerate import Generation, answer_batch
 from training.settings import TrainSettings
+from training.states import Answer
 from training.store import FeatureStore, check_disk
 from training.traffic import Conversation
 
