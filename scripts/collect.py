@@ -1,6 +1,7 @@
 """Traffic to features: split the prompts, let the target answer those for training, keep its states.
 
 python -m scripts.collect target=custom target.path=my/model traffic=jsonl traffic.path=prompts.jsonl name=mine
+python -m scripts.collect experiment=demo collect.engine=openai collect.url=http://localhost:8000/v1
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from omegaconf import DictConfig
 
 from scripts.common import head_needs, load_target, script
 from scripts.ranges import check_target
-from scripts.settings import build, generation_settings, plain
+from scripts.settings import build, generation_settings, plain, server_settings
 
 if TYPE_CHECKING:
     from heads.base import FeatureNeeds
     from heads.target import FrozenTarget
+    from training.served import AnswerServer
 
 
 def run(cfg: DictConfig) -> None:
@@ -27,6 +29,7 @@ def run(cfg: DictConfig) -> None:
     from training.traffic import load_traffic, write_traffic
 
     features = Path(cfg.features_dir)
+    server_settings(cfg)  # refuses what would fail after the prompts have been read
     print(f"traffic   reading the prompts into {cfg.traffic_dir}", flush=True)
     show_account(write_traffic(cfg.traffic_dir, build(cfg, "traffic"), config=plain(cfg)), cfg.traffic_dir)
     traffic = load_traffic(cfg.traffic_dir)
@@ -34,7 +37,9 @@ def run(cfg: DictConfig) -> None:
     print(f"target    loading {cfg.target.path}", flush=True)
     target = load_target(cfg)
     check_target(cfg, target)
-    print(f"features  the target answers in {cfg.target.dtype}; answers and states come from one pass", flush=True)
+    server = answer_server(cfg, target)
+    how = f"{server.settings.url} answers, the states come" if server else "the target answers; answers and states come"
+    print(f"features  {how} from one pass in {cfg.target.dtype}", flush=True)
     with locked(features, "collects into"):
         manifest = collect(
             target=target,
@@ -43,12 +48,26 @@ def run(cfg: DictConfig) -> None:
             needs=collected_needs(cfg, target),
             generation=generation_settings(cfg),
             config=plain(cfg),
+            server=server,
         )
+    if server is not None and server.counts:
+        print(f"          {', '.join(f'{what}: {count:,}' for what, count in server.counts.most_common())}", flush=True)
     print(
         f"          {manifest['documents']} answers, {manifest['supervised_tokens']:,} tokens to learn from "
         f"({manifest['tokens']:,} with prompts) in {features}",
         flush=True,
     )
+
+
+def answer_server(cfg: DictConfig, target: FrozenTarget) -> AnswerServer | None:
+    """What answers in place of the target here, where the config says so."""
+    from training.served import AnswerServer
+
+    settings = server_settings(cfg)
+    if settings is None:
+        return None
+    journal = Path(cfg.features_dir) / "replies.jsonl"
+    return AnswerServer(settings, target=target, generation=generation_settings(cfg), journal=journal)
 
 
 def show_account(manifest: Mapping[str, Any], folder: str) -> None:

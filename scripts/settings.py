@@ -20,6 +20,7 @@ from scripts.ranges import check_config
 
 if TYPE_CHECKING:
     from training.regenerate import Generation
+    from training.served import ServerSettings
     from training.settings import TrainSettings
 
 _WORDS: dict[Any, str] = {
@@ -30,6 +31,7 @@ _WORDS: dict[Any, str] = {
     types.NoneType: "null",
     Any: "a value",
 }
+_ENGINES = ("transformers", "openai")
 _ABOUT_CALLS = ("_target_", "_convert_", "_partial_", "_recursive_")
 _OF_BUILDING = {
     "head": {"draft_vocab_size": int | None, "from_target": bool},
@@ -116,6 +118,25 @@ def generation_settings(cfg: DictConfig) -> Generation:
     return Generation(seed=cfg.seed, **values)
 
 
+def server_settings(cfg: DictConfig) -> ServerSettings | None:
+    """The server that answers, out of collect; None where the target answers in this process."""
+    from heads.artifact import UserError
+    from training.served import ServerSettings
+
+    engine = cfg.collect.engine
+    if engine not in _ENGINES:
+        raise UserError(f"collect.engine={engine} is unknown; choose {' or '.join(_ENGINES)}.")
+    values = {name: plain(cfg.collect)[name] for name in ("url", "model", "concurrency", "tries", "timeout")}
+    if engine == "transformers":
+        if values["url"] is not None:
+            raise UserError("collect.url= names a server, but collect.engine=transformers asks none; set it to openai.")
+        return None
+    if values["url"] is None:
+        raise UserError("collect.engine=openai needs collect.url=<of the server>, such as http://localhost:8000/v1.")
+    check_call(ServerSettings, "collect", values)
+    return ServerSettings(**values)
+
+
 def check_all(cfg: DictConfig) -> None:
     """Refuse whatever can be refused before the first of several long stages begins."""
     from heads.artifact import UserError
@@ -123,6 +144,7 @@ def check_all(cfg: DictConfig) -> None:
 
     train_settings(cfg)
     generation_settings(cfg)
+    server_settings(cfg)
     build(cfg, "eval", seed=cfg.seed)
     check_call(
         FrozenTarget.load, "target", {name: value for name, value in plain(cfg.target).items() if name != "path"}

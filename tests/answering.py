@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from heads.target import FrozenTarget
 from training.regenerate import Generation, answer_batch
+from training.states import Answer
 
+_SAID: dict[tuple[object, ...], Answer] = {}  # what targets have answered: tests should not wait for it again
 Fault = Callable[[int, list[int]], "int | str | None"]
 """Of the number of an attempt at a prompt (from 1) and the prompt: a status, "hang", "drop", "garble", or None."""
 
@@ -32,6 +33,7 @@ class Answering(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.model = threading.Lock()
         self.now = self.at_once = 0
+        self.tried_again = threading.Event()
 
     @property
     def url(self) -> str:
@@ -58,16 +60,19 @@ class _Handler(BaseHTTPRequestHandler):
             server.bodies.append(body)
             server.now += 1
             server.at_once = max(server.at_once, server.now)
-            fault = server.fault(server.asked[prompt], list(prompt))
+            if server.asked[prompt] > 1:
+                server.tried_again.set()
+            attempt = server.asked[prompt]
         try:
-            self._answer(body, fault)
+            self._answer(body, server.fault(attempt, list(prompt)))
         finally:
             with server.lock:
                 server.now -= 1
 
     def _answer(self, body: dict[str, Any], fault: int | str | None) -> None:
         if fault == "hang":
-            time.sleep(2.0)
+            self.server.tried_again.wait(30)  # longer than the client waits
+            self.connection.close()
         elif fault == "drop":
             self.connection.close()
         elif fault == "garble":
@@ -75,7 +80,6 @@ class _Handler(BaseHTTPRequestHandler):
         elif isinstance(fault, int):
             self._send(fault, {"error": {"message": "told to fail"}})
         else:
-            time.sleep(0.01)
             self._send(200, self._completion(body))
             self.server.finished[tuple(body["prompt"])] += 1
 
@@ -83,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         server, target = self.server, self.server.target
         how = Generation(temperature=body["temperature"], top_p=body["top_p"], max_new_tokens=body["max_tokens"])
         with server.model:  # hooks and seeds are one thread's at a time
-            (answer,) = answer_batch(target, [body["prompt"]], taps=(), generation=how, seed=body["seed"])
+            (answer,) = learn(target, [body["prompt"]], how, body["seed"])
         ids = answer.ids_T[answer.answer_start :].tolist()
         choice = {"text": target.tokenizer.decode(ids, skip_special_tokens=True), "finish_reason": answer.finish_reason}
         if server.ids:
@@ -98,6 +102,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("retry-after", "0")
         self.end_headers()
         self.wfile.write(data)
+
+
+def learn(target: FrozenTarget, prompts: Sequence[Sequence[int]], how: Generation, seed: int = 0) -> list[Answer]:
+    """What the target answers; what it has answered before is remembered."""
+    settings = (target.fingerprint["weights"], how.temperature, how.top_p, how.max_new_tokens)
+    keys = [(*settings, seed if how.temperature else 0, tuple(prompt)) for prompt in prompts]
+    if new := [prompt for key, prompt in zip(keys, prompts, strict=True) if key not in _SAID]:
+        answers = answer_batch(target, new, taps=(), generation=how, seed=seed)
+        _SAID.update({(*keys[0][:-1], tuple(prompt)): one for prompt, one in zip(new, answers, strict=True)})
+    return [_SAID[key] for key in keys]
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +31,7 @@ from heads.artifact import UserError
 from heads.target import FrozenTarget
 from training.journal import Journal, Reply
 from training.regenerate import Generation, seed_of
+from training.replies import read_reply
 
 KEY = "OPENAI_API_KEY"
 _BUSY = (408, 409, 425, 429)  # besides 5xx: statuses that another try may mend
@@ -80,9 +82,11 @@ class AnswerServer:
     """A server while it is asked; a context manager. `counts` holds what was asked, tried again and taken over."""
 
     def __init__(
-        self, settings: ServerSettings, *, target: FrozenTarget, generation: Generation, journal: Journal
+        self, settings: ServerSettings, *, target: FrozenTarget, generation: Generation, journal: str | Path
     ) -> None:
-        self.settings, self.target, self.generation, self.journal = settings, target, generation, journal
+        """journal: the file of what was answered so far, and of what will be."""
+        self.settings, self.target, self.generation = settings, target, generation
+        self._path = journal
         self.counts: Counter[str] = Counter()
         self.model = settings.model
         self._loop = asyncio.new_event_loop()
@@ -91,6 +95,7 @@ class AnswerServer:
 
     def __enter__(self) -> AnswerServer:
         """Raises UserError when the server is not there or does not serve the model."""
+        self.journal = Journal(self._path)
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._connect(), self._loop).result()
@@ -252,11 +257,11 @@ class AnswerServer:
         """Stop asking; what is under way is dropped."""
         for task in self._tasks:
             task.cancel()
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
         self._loop.close()
+        self.journal.close()
 
     async def _close(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -264,40 +269,6 @@ class AnswerServer:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await self._client.aclose()
-
-
-def read_reply(payload: Any, prompt: Sequence[int], target: FrozenTarget, generation: Generation) -> Reply | str:
-    """A completion as tokens, or why it cannot be used.
-
-    The answer ends with its first end token. A server that keeps end tokens to itself gets the one that is meant.
-    """
-    try:
-        choice = payload["choices"][0]
-        finish, text, ids = choice["finish_reason"], choice["text"], choice.get("token_ids")
-    except (KeyError, IndexError, TypeError):
-        return "the server's answer is no completion"
-    if finish not in ("stop", "length"):
-        return f"the server ended it with finish_reason={finish}"
-    if choice.get("prompt_token_ids") not in (None, list(prompt)):
-        return "the server read other tokens than it was sent"
-    if ids is None:
-        counted = (payload.get("usage") or {}).get("completion_tokens")
-        ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if target.tokenizer.decode(ids) != text or counted not in (None, len(ids), len(ids) + (finish == "stop")):
-            return "its text does not tokenise back to the tokens that the server generated"
-    if not all(isinstance(token, int) and 0 <= token < target.vocab_size for token in ids):
-        return "the server generated tokens outside the target's vocabulary"
-    ends = target.eos_token_ids
-    first = next((index for index, token in enumerate(ids) if token in ends), None)
-    if first is not None:
-        return Reply(tuple(ids[: first + 1]), "stop")
-    if finish == "stop":
-        end = choice.get("stop_reason")
-        end = end if end in ends else target.tokenizer.eos_token_id
-        if end not in ends:
-            return "the server stopped for a reason that is no end token of the target"
-        ids = [*ids, end]
-    return Reply(tuple(ids), finish) if ids else "the server generated no tokens"
 
 
 def _message(payload: Any) -> str:
