@@ -76,8 +76,9 @@ def check_same_target(target: FrozenTarget, answers: Sequence[Answer], generatio
     if (own < _OWN) if generation.temperature == 0 else (surprise > _SURPRISE):
         greedy = f"only {own:.0%} of its tokens are the target's own choice"
         sampled = f"its tokens surprise the target by {surprise:.1f} nats each more than its own would"
+        seen = greedy if generation.temperature == 0 else sampled
         raise UserError(
-            f"The server at {url} does not serve the target: {greedy if generation.temperature == 0 else sampled}, over "
-            f"{count} tokens; serve the model of target.path= as it is."
+            f"The server at {url} does not serve the target: {seen}, over {count} tokens; serve the model of "
+            f"target.path= as it is."
         )
     return True
