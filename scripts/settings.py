@@ -32,6 +32,7 @@ _WORDS: dict[Any, str] = {
     Any: "a value",
 }
 _ENGINES = ("transformers", "openai")
+ANSWERS = ("regenerate", "logged")
 _ABOUT_CALLS = ("_target_", "_convert_", "_partial_", "_recursive_")
 _OF_BUILDING = {
     "head": {"draft_vocab_size": int | None, "from_target": bool},
@@ -63,7 +64,8 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
     if not launched and int(processes) > 1:
         raise UserError(
             f"{sys.argv[0]} was started as one of {processes} processes, but it runs as one; "
-            f"start it with `python -m`, and only scripts.train with `accelerate launch`."
+            f"start it with `python -m`, and only scripts.collect, scripts.train and scripts.pipeline with "
+            f"`accelerate launch`."
         )
     check_value("seed", cfg.seed, int)
     if not 0 <= cfg.seed < 2**32:
@@ -78,7 +80,11 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
         check_value(name, cfg[name], str)
         if not cfg[name].strip():
             raise UserError(f"{name}= is empty; give a folder such as {name}=runs/mine, or leave it out.")
-    check_value("collect.taps", plain(cfg.collect)["taps"], list[int])
+    check_value("verify", cfg.verify, bool)
+    for key, hint in (("taps", list[int]), ("answers", str), ("verify", bool)):
+        check_value(f"collect.{key}", plain(cfg.collect)[key], hint)
+    if cfg.collect.answers not in ANSWERS:
+        raise UserError(f"collect.answers={cfg.collect.answers} is unknown; choose {' or '.join(ANSWERS)}.")
 
 
 def build(cfg: DictConfig, key: str, **more: Any) -> Any:
@@ -131,6 +137,11 @@ def server_settings(cfg: DictConfig) -> ServerSettings | None:
         if values["url"] is not None:
             raise UserError("collect.url= names a server, but collect.engine=transformers asks none; set it to openai.")
         return None
+    if cfg.collect.answers != "regenerate":
+        raise UserError(
+            f"collect.engine=openai has a server answer, but collect.answers={cfg.collect.answers} asks for none; leave "
+            f"one of them out."
+        )
     if values["url"] is None:
         raise UserError("collect.engine=openai needs collect.url=<of the server>, such as http://localhost:8000/v1.")
     check_call(ServerSettings, "collect", values)

@@ -7,7 +7,6 @@ accelerate launch --num_processes 8 -m scripts.train name=mine head=eagle3
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from scripts.common import build_head, load_target, script
+from scripts.common import build_head, is_main, load_target, script
 from scripts.prompts import held_out_requests
 from scripts.settings import build, plain, train_settings
 
@@ -114,11 +113,6 @@ def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: boo
         return {} if tau is None else {"tokens_per_round": tau}
 
     return on_eval
-
-
-def is_main() -> bool:
-    """Whether this is the process of a launch that speaks for all."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def open_features(cfg: DictConfig) -> FeatureStore:

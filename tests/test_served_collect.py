@@ -73,7 +73,9 @@ def gather(target: FrozenTarget, place: Path, server: Answering | None = None, *
     given = {"url": server.url, "concurrency": 3, "tries": 2, "timeout": 60.0, "pause": 0.01} if server else {}
     asked = None
     if server is not None:
-        asked = AnswerServer(ServerSettings(**given), target=target, generation=GREEDY, journal=place / "replies.jsonl")
+        asked = AnswerServer(
+            ServerSettings(**given), target=target, generation=GREEDY, journal=place / "replies-000.jsonl"
+        )
     needs = FeatureNeeds((2, 4), True)
     return collect(target=target, conversations=TALK, folder=place, needs=needs, generation=GREEDY, server=asked, **how)
 
@@ -152,7 +154,7 @@ def test_killed_while_it_is_answered_nothing_is_lost_or_asked_twice(
             running[:] = [subprocess.Popen(command, cwd=e2e.ROOT, stderr=subprocess.PIPE, text=True)]
             error = running[0].communicate(timeout=250)[1]
             assert running[0].returncode == (0 if stop == 99 else -signal.SIGKILL), error
-        journal = [json.loads(line)["id"] for line in (place / "replies.jsonl").read_text().splitlines()]
+        journal = [json.loads(line)["id"] for line in (place / "replies-000.jsonl").read_text().splitlines()]
         assert len(journal) == len(set(journal)) == 14
         asked_again = sum(count > 1 for count in server.finished.values())
         assert asked_again <= 3, "only what was under way when the process was killed"
@@ -192,7 +194,7 @@ if __name__ == "__main__":  # the child of the test that kills it
     torch.set_num_threads(1)
     child = FrozenTarget.load(sys.argv[1], dtype="float64")
     how = ServerSettings(url=sys.argv[3], concurrency=3, tries=2, timeout=60.0, pause=0.01)
-    kept = Path(sys.argv[2]) / "replies.jsonl"
+    kept = Path(sys.argv[2]) / "replies-000.jsonl"
     collect(
         target=child,
         conversations=TALK,

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from heads.artifact import UserError
 
+JOURNALS = "replies-*.jsonl"  # their names within a folder
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -27,13 +29,17 @@ class Reply:
 
 
 class Journal:
-    """The answers in a file, and those that are added to it. Raises UserError when a line inside it is damaged."""
+    """The answers in a file, and those that are added to it. Those of the journals beside it, which other processes
+    write, are found too. Raises UserError when a line inside one of them is damaged."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._replies: dict[tuple[str, str], Reply] = {}
-        whole = self._read() if self.path.is_file() else 0
+        for other in sorted(self.path.parent.glob(JOURNALS)):
+            if other != self.path:
+                self._read(other)
+        whole = self._read(self.path) if self.path.is_file() else 0
         self._file = open(self.path, "ab")  # noqa: SIM115  closed by `close`
         self._file.truncate(whole)
 
@@ -61,10 +67,10 @@ class Journal:
             os.fsync(self._file.fileno())
             self._file.close()
 
-    def _read(self) -> int:
+    def _read(self, path: Path) -> int:
         """Take over the whole lines; returns how many bytes they are."""
         whole = 0
-        with open(self.path, "rb") as file:
+        with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break
@@ -74,7 +80,7 @@ class Journal:
                     self._replies[row["id"], row["prompt"]] = reply
                 except (ValueError, KeyError, TypeError) as error:
                     raise UserError(
-                        f"{self.path} is damaged in line {number}; delete that line and repeat the command, which asks "
+                        f"{path} is damaged in line {number}; delete that line and repeat the command, which asks "
                         f"for that answer again."
                     ) from error
                 whole += len(line)

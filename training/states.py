@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,20 +38,6 @@ class Answer:
     taps_TE: Tensor
     last_TD: Tensor
     lse_T: Tensor
-
-
-class StatesEngine(Protocol):
-    """What computes states in place of `known_states`, which it agrees with up to rounding; a context manager."""
-
-    name: str
-
-    def __call__(self, target: FrozenTarget, documents: Sequence[Encoded], *, taps: Sequence[int]) -> list[Answer]: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 @torch.inference_mode()

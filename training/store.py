@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -110,7 +110,7 @@ class FeatureStore:
         folder = Path(folder)
         manifest = read_manifest(folder, "features")
         if missing := missing_files(folder, manifest):
-            raise UserError(f"{folder} lacks {', '.join(missing)}; {_REPEAT}")
+            raise DamagedStore(f"{folder} lacks {', '.join(missing)}; {_REPEAT}", missing)
         _compare(folder, manifest["files"])
         with open(folder / DOCUMENTS, encoding="utf-8") as file:
             documents = [DocumentRef(**json.loads(line)) for line in file]
@@ -177,16 +177,34 @@ class FeatureStore:
 
         large: told the bytes of the shards before, when reading them takes a while.
         """
-        shards = self.manifest["shards"]
-        if (size := sum(shard["bytes"] for shard in shards)) >= _LARGE:
-            large(size)
-        _compare(self.folder, {f"{one['name']}.safetensors": one["sha256"] for one in shards} | self.manifest["files"])
+        verify(self.folder, large)
+
+
+class DamagedStore(UserError):
+    """Files of a finished store are missing or are not what was written; `files` are their names."""
+
+    def __init__(self, sentence: str, files: Sequence[str]) -> None:
+        super().__init__(sentence)
+        self.files = tuple(files)
+
+
+def verify(folder: str | Path, large: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
+    """Compare every file of a finished store with its checksum, and return its manifest; `large` as in
+    `FeatureStore.verify`. Raises DamagedStore naming each that is missing or changed, UserError without a store."""
+    folder = Path(folder)
+    manifest = read_manifest(folder, "features")
+    shards = manifest["shards"]
+    if (size := sum(shard["bytes"] for shard in shards)) >= _LARGE:
+        large(size)
+    _compare(folder, {f"{one['name']}.safetensors": one["sha256"] for one in shards} | manifest["files"])
+    return manifest
 
 
 def _compare(folder: Path, sums: Mapping[str, str]) -> None:
-    """Raises UserError naming the files of a store whose SHA-256 is another one."""
-    if bad := [name for name, sha256 in sums.items() if sha256_file(folder / name) != sha256]:
-        raise UserError(f"{folder} is damaged: {', '.join(bad)} changed after it was written; {_REPEAT}")
+    """Raises DamagedStore naming the files of a store whose SHA-256 is another one."""
+    bad = [name for name, sum_ in sums.items() if not (folder / name).is_file() or sha256_file(folder / name) != sum_]
+    if bad:
+        raise DamagedStore(f"{folder} is damaged: {', '.join(bad)} changed after it was written; {_REPEAT}", bad)
 
 
-_REPEAT = "delete what is damaged and repeat the command that made the store, which makes only that part again."
+_REPEAT = "repeat the command that made the store, which makes only that part again."
