@@ -83,7 +83,7 @@ def answer_batch(
         result: Any = target.model.generate(
             inputs=torch.tensor(ids, device=target.device),
             attention_mask=torch.tensor(mask, device=target.device),
-            generation_config=_config(target, generation),
+            generation_config=generation_config(target, generation),
             cache=growing_cache(),
         )
     # Per step: (tapped states, last state) of the positions of that step, the whole prompt in the first.
@@ -107,7 +107,8 @@ def answer_batch(
     return check_finite(answers)
 
 
-def _config(target: FrozenTarget, generation: Generation) -> GenerationConfig:
+def generation_config(target: FrozenTarget, generation: Generation, *, states: bool = True) -> GenerationConfig:
+    """What `generate` is told; states: whether it hands on those of all its steps."""
     sampled = generation.temperature > 0
     draws = {"temperature": generation.temperature, "top_p": generation.top_p, "top_k": 0} if sampled else {}
     eos = list(target.eos_token_ids)
@@ -117,6 +118,6 @@ def _config(target: FrozenTarget, generation: Generation) -> GenerationConfig:
         eos_token_id=eos or None,
         pad_token_id=eos[0] if eos else 0,
         return_dict_in_generate=True,
-        output_hidden_states=True,
+        output_hidden_states=states,
         **draws,
     )
