@@ -2,11 +2,11 @@
 
 Requests come in waves from a source (`training.requests`): the target answers every turn anew, here or as a server that
 serves it, turn w of all conversations being wave w; or the answers are those of the logs. Within a wave requests are
-sorted by length, longest first, and cut into batches; one batch is one shard, made by one process. The plan follows from
-the conversations and the settings alone, so a killed run, started again, with as many processes or others, skips every
-shard that is whole and makes the rest as they would have been: the finished store is the same byte for byte (on one
-machine, with one number of threads). Between two waves the processes wait for each other and read all answers from the
-shards' indexes.
+sorted by length, longest first, and cut into batches; one batch is one shard, made by one process. The plan follows
+from the conversations and the settings alone, so a killed run, started again, with as many processes or others, skips
+every shard that is whole and makes the rest as they would have been: the finished store is the same byte for byte (on
+one machine, with one number of threads). Between two waves the processes wait for each other and read all answers from
+the shards' indexes.
 
 A request that is too long, that the template refuses or that the model fails on goes to the quarantine with its reason;
 nothing else stops.

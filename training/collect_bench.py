@@ -1,8 +1,8 @@
 """How fast features are collected, against what the target could do at best, in one run.
 
-Collecting known answers (`known_states`, and the store on the disk with its checksums) is compared with the bare forward
-of the target over the same batches; writing answers in batches with transformers' own `generate`, one prompt at a time.
-Both sides take turns batch by batch, so that the machine's drift falls on both.
+Collecting known answers (`known_states`, and the store on the disk with its checksums) is compared with the bare
+forward of the target over the same batches; writing answers in batches with transformers' own `generate`, one prompt at
+a time. Both sides take turns batch by batch, so that the machine's drift falls on both.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def collect_speed(
     folder: str | Path,
     repeats: int,
 ) -> CollectSpeed:
-    """Measure on these prompts, the longest first in batches as a collection takes them; `folder` holds what is written.
+    """Measure on these prompts, in batches as a collection takes them, the longest first; `folder` is written to.
 
     Raises UserError without prompts. A first batch, not counted, warms up.
     """
@@ -151,7 +151,8 @@ def _in_turn(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of each repeat over all batches, of both; who begins changes with every batch."""
     if warm:
-        first(0), second(0)
+        first(0)
+        second(0)
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
         sums = [0.0, 0.0]

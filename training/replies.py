@@ -55,30 +55,44 @@ def read_reply(payload: Any, prompt: Sequence[int], target: FrozenTarget, genera
     return Reply(tuple(ids), finish) if ids else "the server generated no tokens"
 
 
-@torch.inference_mode()
-def check_same_target(target: FrozenTarget, answers: Sequence[Answer], generation: Generation, url: str) -> bool:
-    """Whether there was enough to see that the server answers like the target: greedily with the target's own choices
-    but for near ties, sampled with as much surprise as the target's distribution has. Raises UserError if it does not.
-    """
-    if sum(len(answer.ids_T) - answer.answer_start for answer in answers) < _ENOUGH:
-        return False
-    own, surprise = 0.0, 0.0
-    count = 0
-    for answer in answers:
-        states_SD = answer.last_TD[answer.answer_start - 1 : -1].to(target.device)
-        logits_SV = target.logits(states_SD).float() / (generation.temperature or 1.0)
-        new_S = answer.ids_T[answer.answer_start :].to(target.device)
+class SameTarget:
+    """Whether a server answers like the target: greedily with the target's own choices but for near ties, sampled with
+    about as much surprise as the target's distribution has. It judges once, when it has seen enough tokens."""
+
+    def __init__(self, target: FrozenTarget, generation: Generation, url: str) -> None:
+        self._target, self._generation, self._url = target, generation, url
+        self._own, self._surprise, self._count, self._judged = 0.0, 0.0, 0, False
+
+    def see(self, answers: Sequence[Answer]) -> None:
+        """Raises UserError when the server is another model."""
+        for answer in answers:
+            if not self._judged:
+                self._add(answer)
+                self._judge()
+
+    @torch.inference_mode()
+    def _add(self, answer: Answer) -> None:
+        states_SD = answer.last_TD[answer.answer_start - 1 : -1].to(self._target.device)
+        new_S = answer.ids_T[answer.answer_start :].to(self._target.device)
+        logits_SV = self._target.logits(states_SD).float() / (self._generation.temperature or 1.0)
         log_SV = logits_SV.log_softmax(-1)
-        own += (logits_SV.argmax(-1) == new_S).sum().item()
-        surprise += -(log_SV.gather(-1, new_S[:, None]).sum() - (log_SV.exp() * log_SV).sum()).item()
-        count += len(new_S)
-    own, surprise = own / count, surprise / count
-    if (own < _OWN) if generation.temperature == 0 else (surprise > _SURPRISE):
-        greedy = f"only {own:.0%} of its tokens are the target's own choice"
-        sampled = f"its tokens surprise the target by {surprise:.1f} nats each more than its own would"
-        seen = greedy if generation.temperature == 0 else sampled
+        entropy = -(log_SV.exp() * log_SV).sum().item()
+        self._own += (logits_SV.argmax(-1) == new_S).sum().item()
+        self._surprise += -log_SV.gather(-1, new_S[:, None]).sum().item() - entropy
+        self._count += len(new_S)
+
+    def _judge(self) -> None:
+        if self._count < _ENOUGH:
+            return
+        self._judged = True
+        own, surprise = self._own / self._count, self._surprise / self._count
+        if self._generation.temperature == 0 and own < _OWN:
+            seen = f"only {own:.0%} of its tokens are the target's own choice"
+        elif self._generation.temperature > 0 and surprise > _SURPRISE:
+            seen = f"its tokens surprise the target by {surprise:.1f} nats each more than its own would"
+        else:
+            return
         raise UserError(
-            f"The server at {url} does not serve the target: {seen}, over {count} tokens; serve the model of "
+            f"The server at {self._url} does not serve the target: {seen}, over {self._count} tokens; serve the model of "
             f"target.path= as it is."
         )
-    return True

@@ -12,7 +12,7 @@ from heads.target import FrozenTarget
 from training.chat import Encoded
 from training.journal import Reply
 from training.regenerate import Generation
-from training.replies import check_same_target
+from training.replies import SameTarget
 from training.requests import Request, Written
 from training.served import AnswerServer
 from training.states import Answer, known_states
@@ -34,7 +34,7 @@ class Served(Written):
         super().__init__(target, conversations, generation=generation, taps=taps)
         self._server = server
         self._asked: dict[str, Future[Reply | str]] = {}
-        self._checked = False
+        self._same = SameTarget(target, generation, server.settings.url)
 
     def expect(self, requests: Sequence[Request]) -> None:
         """Ask for all of them."""
@@ -51,7 +51,6 @@ class Served(Written):
             if isinstance(reply, Reply)
         ]
         answers = known_states(self._target, known, taps=self._taps) if known else []
-        if not self._checked:
-            self._checked = check_same_target(self._target, answers, self._generation, self._server.settings.url)
+        self._same.see(answers)
         found = iter(answers)
         return [next(found) if isinstance(reply, Reply) else reply for reply in replies]
