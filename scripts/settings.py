@@ -139,8 +139,8 @@ def server_settings(cfg: DictConfig) -> ServerSettings | None:
         return None
     if cfg.collect.answers != "regenerate":
         raise UserError(
-            f"collect.engine=openai has a server answer, but collect.answers={cfg.collect.answers} needs none; leave one "
-            f"of them out."
+            f"collect.engine=openai has a server answer, but collect.answers={cfg.collect.answers} needs none; leave "
+            f"one of them out."
         )
     if values["url"] is None:
         raise UserError("collect.engine=openai needs collect.url=<of the server>, such as http://localhost:8000/v1.")

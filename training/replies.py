@@ -93,6 +93,6 @@ class SameTarget:
         else:
             return
         raise UserError(
-            f"The server at {self._url} does not serve the target: {seen}, over {self._count} tokens; serve the model of "
-            f"target.path= as it is."
+            f"The server at {self._url} does not serve the target: {seen}, over {self._count} tokens; serve the model "
+            f"of target.path= as it is."
         )
