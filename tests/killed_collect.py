@@ -110,7 +110,9 @@ def child(work: Callable[[], None], environment: dict[str, str]) -> int:
         try:
             work()
         except UserError as error:
-            os._exit(DESERTED if "has ended before its work was done" in str(error) else 1)
+            deserted = "has ended before its work was done" in str(error)
+            sys.stderr.write("" if deserted else f"{type(error).__name__}: {error}\n")
+            os._exit(DESERTED if deserted else 1)
         except BaseException as error:  # noqa: BLE001  a child must never return into the parent's code
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
             os._exit(1)

@@ -169,6 +169,7 @@ def gather(target: FrozenTarget, conversations: Sequence[Conversation], folder: 
         conversations=conversations,
         folder=folder,
         needs=FeatureNeeds(how.pop("taps", (2, 4)), True),
+        **{name: how.pop(name) for name in ("answers", "verified") if name in how},
         generation=replace(Generation(batch_size=4, max_new_tokens=12), **how),
     )
 

@@ -55,7 +55,7 @@ class Logged:
                 self._requests.append(request)
             else:
                 self._refused.append(self.failed(request, reason))
-        if missing := len(conversation.turns) - len(documents):
+        if (missing := len(conversation.turns) - len(documents)) > 0:
             request = Request(conversation, len(documents))
             self._refused.append(Refusal(request, "no answer in the log", turns_lost=missing))
 
