@@ -64,7 +64,7 @@ def main(target_path: str, traffic_path: str, folder: Path, processes: int = 1) 
             killed += any(wait(launch(moment, processes)))
     for _ in range(RANDOM_KILLS):
         children = launch(lambda: work(folder / "killed"), processes)
-        time.sleep(dice.uniform(0, seconds / (5 if processes == 1 else 1.5)))  # several take their time to meet
+        time.sleep(dice.uniform(0, seconds / (5 if processes == 1 else 3)))  # several take their time to meet
         # A launcher ends those that have not met when one of them is gone; those that have do so by themselves.
         met = all((folder / f"met-{process}").exists() for process in children)
         for process in dice.choice((children, children[:1], children[-1:])) if met else children:

@@ -111,7 +111,7 @@ def test_what_cannot_be_masked_is_set_aside_and_costs_no_other_turn(target: Froz
     assert sum(manifest["quarantined"].values()) == len(reasons)
     with pytest.raises(UserError, match=r"None of the 1 conversations .*no answer in the log: 1.* collect\.answers="):
         gather(target, read_log(tmp_path / "b.jsonl", rows[6:7]), tmp_path / "g", answers=LOGGED)
-    with pytest.raises(UserError, match=r"answers=logged, but answers=None"):
+    with pytest.raises(UserError, match="choose another name= or delete"):
         gather(target, read_log(tmp_path / "a.jsonl", rows), tmp_path / "f")
 
 
