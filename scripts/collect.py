@@ -3,6 +3,7 @@
 python -m scripts.collect target=custom target.path=my/model traffic=jsonl traffic.path=prompts.jsonl name=mine
 python -m scripts.collect name=mine traffic=files traffic.path=logs/ collect.answers=logged
 python -m scripts.collect name=mine verify=true
+python -m scripts.collect name=mine collect.engine=openai collect.url=http://localhost:8000/v1
 accelerate launch --num_processes 8 -m scripts.collect name=mine
 """
 
@@ -19,13 +20,15 @@ from omegaconf import DictConfig
 
 from scripts.common import CRASHED, head_needs, is_main, launched_peers, load_target, script
 from scripts.ranges import check_target
-from scripts.settings import build, generation_settings, plain, storage_settings
+from scripts.settings import build, generation_settings, plain, server_settings, storage_settings
 
 if TYPE_CHECKING:
     from heads.base import FeatureNeeds
     from heads.target import FrozenTarget
+    from training.served import AnswerServer
 
 HOW = {
+    "openai": "{url} answers; the states come from one pass of the target over its answers, in {dtype}",
     "regenerate": "the target answers in {dtype}",
     "logged": "the answers are those of the logs, off-policy unless this target wrote them; its states in {dtype}",
 }
@@ -45,6 +48,7 @@ def run(cfg: DictConfig) -> None:
             f"features_dir={cfg.features_dir} cannot be filled in place; collect into a folder, then "
             f"`python -m scripts.store upload={cfg.features_dir}`."
         )
+    server_settings(cfg)  # refuses what would fail after the prompts have been read
     peers, features, storage = launched_peers(cfg), Path(cfg.features_dir), storage_settings(cfg)
     say = partial(print, flush=True) if peers.main else (lambda text: None)
     say(f"traffic   reading the prompts into {cfg.traffic_dir}")
@@ -61,7 +65,9 @@ def run(cfg: DictConfig) -> None:
             needs, generation = collected_needs(cfg, target), generation_settings(cfg)
             if peers.main:  # for all: together they are one collector
                 stack.enter_context(locked(features, "collects into"))
-        say(f"features  {HOW[cfg.collect.answers].format(dtype=cfg.target.dtype)}{KEPT[storage.states]}")
+        server = answer_server(cfg, target, peers.rank)
+        how = HOW["openai" if server else cfg.collect.answers].format(dtype=cfg.target.dtype, url=cfg.collect.url)
+        say(f"features  {how}{KEPT[storage.states]}")
         manifest = collect(
             target=target,
             conversations=traffic.train,
@@ -72,12 +78,26 @@ def run(cfg: DictConfig) -> None:
             storage=storage,
             verified=cfg.collect.verify,
             peers=peers,
+            server=server,
             config=plain(cfg),
         )
+    if server is not None and server.counts:  # of this process
+        say(f"          {', '.join(f'{what}: {count:,}' for what, count in server.counts.most_common())}")
     say(
         f"          {manifest['documents']} answers, {manifest['supervised_tokens']:,} tokens to learn from "
         f"({manifest['tokens']:,} with prompts) in {features}"
     )
+
+
+def answer_server(cfg: DictConfig, target: FrozenTarget, rank: int) -> AnswerServer | None:
+    """What answers in place of the target here, where the config says so; each process has a journal of its own."""
+    from training.served import AnswerServer
+
+    settings = server_settings(cfg)
+    if settings is None:
+        return None
+    journal = Path(cfg.features_dir) / f"replies-{rank:03d}.jsonl"
+    return AnswerServer(settings, target=target, generation=generation_settings(cfg), journal=journal)
 
 
 def check(cfg: DictConfig) -> None:

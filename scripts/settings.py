@@ -20,6 +20,7 @@ from scripts.ranges import check_config
 
 if TYPE_CHECKING:
     from training.regenerate import Generation
+    from training.served import ServerSettings
     from training.settings import TrainSettings
     from training.store import Storage
 
@@ -31,6 +32,7 @@ _WORDS: dict[Any, str] = {
     types.NoneType: "null",
     Any: "a value",
 }
+_ENGINES = ("transformers", "openai")
 ANSWERS = ("regenerate", "logged")
 _ABOUT_CALLS = ("_target_", "_convert_", "_partial_", "_recursive_")
 _OF_BUILDING = {
@@ -127,9 +129,33 @@ def storage_settings(cfg: DictConfig) -> Storage:
     """What the feature store keeps, out of collect."""
     from training.store import Storage
 
-    values = {name: value for name, value in plain(cfg.collect).items() if name != "taps"}
-    check_call(Storage, "collect", values, besides=("taps",))
+    values = {name: plain(cfg.collect)[name] for name in ("states", "dtype")}
+    check_call(Storage, "collect", values)
     return Storage(**values)
+
+
+def server_settings(cfg: DictConfig) -> ServerSettings | None:
+    """The server that answers, out of collect; None where the target answers in this process."""
+    from heads.artifact import UserError
+    from training.served import ServerSettings
+
+    engine = cfg.collect.engine
+    if engine not in _ENGINES:
+        raise UserError(f"collect.engine={engine} is unknown; choose {' or '.join(_ENGINES)}.")
+    values = {name: plain(cfg.collect)[name] for name in ("url", "model", "concurrency", "tries", "timeout")}
+    if engine == "transformers":
+        if values["url"] is not None:
+            raise UserError("collect.url= names a server, but collect.engine=transformers asks none; set it to openai.")
+        return None
+    if cfg.collect.answers != "regenerate":
+        raise UserError(
+            f"collect.engine=openai has a server answer, but collect.answers={cfg.collect.answers} needs none; leave "
+            f"one of them out."
+        )
+    if values["url"] is None:
+        raise UserError("collect.engine=openai needs collect.url=<of the server>, such as http://localhost:8000/v1.")
+    check_call(ServerSettings, "collect", values)
+    return ServerSettings(**values)
 
 
 def check_all(cfg: DictConfig) -> None:
@@ -140,6 +166,7 @@ def check_all(cfg: DictConfig) -> None:
     train_settings(cfg)
     generation_settings(cfg)
     storage_settings(cfg)
+    server_settings(cfg)
     build(cfg, "eval", seed=cfg.seed)
     check_call(
         FrozenTarget.load, "target", {name: value for name, value in plain(cfg.target).items() if name != "path"}

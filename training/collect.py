@@ -1,11 +1,12 @@
 """Collect: the states of every answer to the traffic, in a store, by one process or by all of a launch.
 
-Requests come in waves from a source (`training.requests`): the target answers every turn anew, turn w of all
-conversations being wave w, or the answers are those of the logs. Within a wave requests are sorted by length, longest
-first, and cut into batches; one batch is one shard, made by one process. The plan follows from the conversations and
-the settings alone, so a killed run, started again, with as many processes or others, skips every shard that is whole
-and makes the rest as they would have been: the finished store is the same byte for byte (on one machine, with one
-number of threads). Between two waves the processes wait for each other and read all answers from the shards' indexes.
+Requests come in waves from a source (`training.requests`): the target answers every turn anew, here or as a server that
+serves it, turn w of all conversations being wave w; or the answers are those of the logs. Within a wave requests are
+sorted by length, longest first, and cut into batches; one batch is one shard, made by one process. The plan follows
+from the conversations and the settings alone, so a killed run, started again, with as many processes or others, skips
+every shard that is whole and makes the rest as they would have been: the finished store is the same byte for byte (on
+one machine, with one number of threads). Between two waves the processes wait for each other and read all answers from
+the shards' indexes.
 
 A request that is too long, that the template refuses or that the model fails on goes to the quarantine with its reason;
 nothing else stops.
@@ -13,7 +14,7 @@ nothing else stops.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -30,8 +31,10 @@ from heads.target import FrozenTarget
 from training.logged import Logged
 from training.processes import Peers
 from training.progress import Progress
-from training.regenerate import Generation
+from training.regenerate import Generation, seed_of
 from training.requests import Request, RequestSource, Written
+from training.served import AnswerServer
+from training.served_answers import Served
 from training.states import Answer
 from training.store import STORED, Storage, check_disk, estimate_bytes
 from training.store_writer import Document, StoreWriter, wider_needs
@@ -51,6 +54,7 @@ def collect(
     storage: Storage = STORED,
     verified: bool = True,
     peers: Peers | None = None,
+    server: AnswerServer | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Fill the features folder, or go on filling it, and return its manifest; a finished one is returned at
@@ -59,7 +63,7 @@ def collect(
 
     answers: REGENERATE, or LOGGED for those that the conversations bring. verified: whether a finished folder's files
     are compared with their checksums, and what is damaged made again. peers: the processes that share the work, all of
-    which call this.
+    which call this. server: what writes the answers in the target's place.
     Raises UserError when the folder belongs to other settings, target or traffic, when the disk is too small,
     and when no conversation could be used.
     """
@@ -72,6 +76,9 @@ def collect(
         if answers == LOGGED:
             source = Logged(target, conversations, generation=generation, taps=needs.taps)
             how: dict[str, Any] = {"answers": LOGGED, "generation": source.settings}
+        elif server is not None:
+            source = Served(target, conversations, generation=generation, taps=needs.taps, server=server)
+            how = {"engine": "openai", "generation": asdict(generation)}
         else:
             source = Written(target, conversations, generation=generation, taps=needs.taps)
             how = {"generation": asdict(generation)}
@@ -94,7 +101,8 @@ def collect(
         assert manifest is not None
         logger.info("%s is complete: %d documents are used as they are", folder, manifest["documents"])
         return manifest
-    run.run(conversations, generation, on_policy=answers != LOGGED, config=config)
+    with server or contextlib.nullcontext():
+        run.run(conversations, generation, on_policy=answers != LOGGED, config=config)
     manifest = writer.finished()
     assert manifest is not None, "a run that ends has finished the store"
     return manifest
@@ -179,7 +187,9 @@ class _Run:
             batches = [requests[begin : begin + size] for begin in range(0, len(requests), size)]
             shards += [(f"shard-{len(self.shards) + place:05d}", batch) for place, batch in enumerate(batches)]
             others = [shard for place, shard in enumerate(shards) if place % self.peers.count != self.peers.rank]
-            for name, batch in shards[self.peers.rank :: self.peers.count]:
+            own = shards[self.peers.rank :: self.peers.count]
+            self.source.expect([request for name, batch in own if not self.writer.has(name) for request in batch])
+            for name, batch in own:
                 self._make(name, batch, generation.seed, progress)
                 while self.peers.main and others and self.writer.has(others[0][0]):
                     progress.advance(len(others.pop(0)[1]), tokens=0, seconds=0.0)
@@ -197,7 +207,7 @@ class _Run:
         began = time.monotonic()
         made = 0
         if self.writer.shard(name, key) is None:
-            results = list(zip(batch, self._answer(batch, _seed(seed, key)), strict=True))
+            results = list(zip(batch, self._answer(batch, seed_of(seed, key)), strict=True))
             documents = [self._document(request, result) for request, result in results if isinstance(result, Answer)]
             failed = {request.id: result for request, result in results if isinstance(result, str)}
             index = self.writer.add(name, key, documents, failed)
@@ -236,8 +246,3 @@ class _Run:
             last_TD=answer.last_TD if self.needs.last else None,
             lse_T=answer.lse_T if self.storage.states == "stored" else None,
         )
-
-
-def _seed(seed: int, key: Sequence[str]) -> int:
-    """A seed of its own for each batch, so that a batch made again draws the same."""
-    return int(hashlib.sha256("\n".join([str(seed), *key]).encode()).hexdigest()[:12], 16)

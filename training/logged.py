@@ -81,6 +81,9 @@ class Logged:
         """Only the turn itself is lost."""
         return Refusal(request, reason, turns_lost=1)
 
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Nothing is done ahead."""
+
     def answer(self, batch: Sequence[Request], seed: int) -> list[Answer]:
         """The logged answers with the target's states."""
         documents = [request.known for request in batch if request.known is not None]

@@ -87,8 +87,11 @@ class RequestSource(Protocol):
     def failed(self, request: Request, reason: str) -> Refusal:
         """What is lost where the model fails on a request."""
 
-    def answer(self, batch: Sequence[Request], seed: int) -> list[Answer]:
-        """Answers with states in the batch's order; raises what the model raises."""
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Told what this process will be asked for in a wave, in that order, before the first batch of it."""
+
+    def answer(self, batch: Sequence[Request], seed: int) -> Sequence[Answer | str]:
+        """Answers with states in the batch's order, or why there is none; raises what the model raises."""
 
 
 class Written:
@@ -142,7 +145,10 @@ class Written:
         """The later turns are lost too, as they would follow an answer that there is not."""
         return Refusal(request, reason, turns_lost=len(request.conversation.turns) - request.turn)
 
-    def answer(self, batch: Sequence[Request], seed: int) -> list[Answer]:
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Nothing is done ahead."""
+
+    def answer(self, batch: Sequence[Request], seed: int) -> Sequence[Answer | str]:
         """The target's own answers."""
         prompts = [request.ids for request in batch]
         return answer_batch(self._target, prompts, taps=self._taps, generation=self._generation, seed=seed)
