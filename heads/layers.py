@@ -136,15 +136,20 @@ class DraftAttention(nn.Module):
         return keys, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
     def cached(
-        self, x_BND: Tensor, rope: tuple[Tensor, Tensor], cache: BlockCache, allowed_BNC: Tensor | None
+        self,
+        x_BND: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: BlockCache,
+        allowed_BNC: Tensor | None,
+        layer: int = 0,
     ) -> Tensor:
-        """Attention of a block over the cache and itself; appends the block to the cache."""
+        """Attention of a block over the cache and itself; appends the block to this layer of the cache."""
         parts = [
             project(x_BND).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         ]
         cos, sin = (table.to(x_BND.dtype) for table in rope)
         q, k = apply_rotary_pos_emb(self.q_norm(parts[0]), self.k_norm(parts[1]), cos, sin, unsqueeze_dim=-2)
-        k, v = cache.kv.update(k.transpose(1, 2), parts[2].transpose(1, 2), 0)
+        k, v = cache.kv.update(k.transpose(1, 2), parts[2].transpose(1, 2), layer)
         nodes, columns = q.shape[1], k.shape[2]
         mask = None
         if allowed_BNC is not None:
