@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heads.artifact import UserError
 from heads.base import FeatureNeeds, LossSums, TargetFeatures
 from heads.layers import BlockSizes, Rotary
 from heads.mtp_module import MTPModule
@@ -29,7 +30,8 @@ class MTPHead(RecurrentHead, MTPModule):
 
     sizes: of the target's layers; depth: passes K; loss, decay, eta: see heads.losses.Objective; final_norm: a norm
     after the block, whose output is read and fed back, as in MiMo's layout, else the block's own output, as in
-    ERNIE's. The embedding at rope position 0 is zero, as servers have it. Raises UserError on values that cannot be.
+    ERNIE's; qkv_bias: queries, keys and values have a bias, as in MiMo's. The embedding at rope position 0 is zero, as
+    servers have it. Raises UserError on values that cannot be.
     """
 
     def __init__(
@@ -42,11 +44,14 @@ class MTPHead(RecurrentHead, MTPModule):
         decay: float | str = 0.6,
         eta: float = 3.0,
         final_norm: bool = True,
+        qkv_bias: bool = False,
     ) -> None:
+        if qkv_bias and not final_norm:
+            raise UserError("head.qkv_bias=true has no place without head.final_norm=true; set one of them otherwise.")
         sizes = sizes if isinstance(sizes, BlockSizes) else BlockSizes(**sizes)
-        own = {"sizes": asdict(sizes), "final_norm": final_norm}
+        own = {"sizes": asdict(sizes), "final_norm": final_norm, "qkv_bias": qkv_bias}
         super().__init__(needs=FeatureNeeds(), vocab=vocab, depth=depth, loss=loss, decay=decay, eta=eta, own=own)
-        self.add_parts(sizes, final_norm)
+        self.add_parts(sizes, final_norm, qkv_bias)
         self.rotary = Rotary(sizes.llama_config())
 
     def initialise(self, target: FrozenTarget) -> None:

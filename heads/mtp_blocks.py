@@ -1,4 +1,4 @@
-"""K MTP modules in a row for a dense target: DeepSeek-V3 (arXiv 2412.19437, section 2.2), each depth a block of its own.
+"""K MTP modules in a row for a dense target: DeepSeek-V3 (arXiv 2412.19437, section 2.2), each depth its own block.
 
 Slot t of module k (from 0) joins what module k - 1 made of slot t (module 0: f_t, the target's state after its final
 norm) with the embedding of x_{t+1+k}, sees its own slots up to t, and predicts x_{t+2+k}. A slot of module k lies at

@@ -24,14 +24,14 @@ class MTPModule(nn.Module):
     The embedding at rope position 0 is zero, as servers have it.
     """
 
-    def add_parts(self, sizes: BlockSizes, final_norm: bool) -> None:
+    def add_parts(self, sizes: BlockSizes, final_norm: bool, qkv_bias: bool = False) -> None:
         """Make the weights, for a target of these sizes."""
         config, width = sizes.llama_config(), sizes.hidden_size
         self.embed_norm = RMSNorm(width, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         self.proj = nn.Linear(2 * width, width, bias=False)
         self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
-        self.layer = DraftBlock(config, width)
+        self.layer = DraftBlock(config, width, qkv_bias=qkv_bias)
         self.norm = RMSNorm(width, config.rms_norm_eps) if final_norm else None
 
     @staticmethod

@@ -22,7 +22,6 @@ from transformers import GenerationConfig
 
 from heads.artifact import UserError
 from heads.base import TargetFeatures
-from heads.cache import growing_cache
 from heads.target import FrozenTarget
 
 _LOGITS_CHUNK = 1024  # positions whose logits over the whole vocabulary exist at the same time
@@ -98,7 +97,7 @@ def answer_batch(
             inputs=torch.tensor(ids, device=target.device),
             attention_mask=torch.tensor(mask, device=target.device),
             generation_config=_config(target, generation),
-            cache=growing_cache(),
+            cache=target.new_cache(),
         )
     # Per step: (tapped states, last state) of the positions of that step, the whole prompt in the first.
     taps_BTE = torch.cat([step[0] for step in result.hidden_states], dim=1)
