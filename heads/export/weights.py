@@ -10,6 +10,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -62,7 +63,7 @@ def read_tensors(folder: Path, inside: str | None = None) -> dict[str, Tensor]:
     return tensors
 
 
-def _within[Value](named: dict[str, Value], inside: str | None) -> dict[str, Value]:
+def _within(named: dict[str, Any], inside: str | None) -> dict[str, Any]:
     """What begins with `inside`, if layers of a whole model are there too."""
     if inside is None or not any(name.startswith(_LAYERS) for name in named):
         return named
