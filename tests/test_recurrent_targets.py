@@ -15,7 +15,8 @@ from heads.target import FrozenTarget
 from scripts import collect, train
 from tests import e2e
 from tests.tiny import SIZES, tiny_tokenizer
-from training.regenerate import Generation, answer_batch, as_features
+from training.regenerate import Generation, answer_batch
+from training.states import as_features
 
 STATE = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 SMALL = {**SIZES, **STATE, "num_hidden_layers": 4, "tie_word_embeddings": False}
