@@ -58,6 +58,7 @@ def check_target(cfg: DictConfig, target: FrozenTarget) -> None:
 
     if "evaluate" not in cfg.stages:
         return
+    target.check_decodes()
     if cfg.eval.max_new_tokens >= target.max_length:
         raise UserError(
             f"eval.max_new_tokens={cfg.eval.max_new_tokens} leaves no room for a prompt in the target's context of "

@@ -183,13 +183,14 @@ def _check_later_stages(cfg: DictConfig) -> None:
     """Whether the head that is to be trained can then be measured and exported; without training it is another one."""
     from heads.artifact import UserError
     from heads.export.folder import format_of
+    from heads.mtp_blocks import MTPBlocksHead
     from heads.stacked import StackedHead
 
     stages, kind = list(cfg.stages), _target_of(cfg, "head")
     if "train" not in stages:
         return
     depth = cfg.head.get("depth")
-    deepest = depth if inspect.isclass(kind) and issubclass(kind, StackedHead) else None
+    deepest = depth if inspect.isclass(kind) and issubclass(kind, (StackedHead, MTPBlocksHead)) else None
     if "evaluate" in stages and deepest is not None and cfg.eval.gamma > deepest:
         raise UserError(
             f"eval.gamma={cfg.eval.gamma} is beyond head.depth={depth}, the longest draft of this kind of head; set "

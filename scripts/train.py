@@ -96,6 +96,7 @@ def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: boo
 
     plan = build(cfg, "eval")
     head.check_depth(plan.gamma)
+    target.check_decodes()
     longest = target.max_length - plan.max_new_tokens
     fitting = [request for request in held_out_requests(cfg) if len(request.prompt) <= longest] if main else []
     requests = spread(fitting, EVALUATED)

@@ -65,7 +65,9 @@ def test_every_option_composes_and_its_values_are_right(
         "custom": ["target.path=some/folder"],
         "draft_model": ["rivals.draft_model.path=some/folder"],
         "given_prediction": ["rivals.given_prediction.path=predictions.jsonl"],
-        **dict.fromkeys(("hydra_mlp", "mtp_native"), ["stages=[collect,train,evaluate]"]),  # no server loads them
+        **dict.fromkeys(
+            ("hydra_mlp", "mtp_blocks", "mtp_native"), ["stages=[collect,train,evaluate]"]
+        ),  # no server loads them
     }.get(name, [])
     chosen = f"{group}=[{name}]" if group == "rival" else f"{group}={name}"
     cfg = e2e.config(chosen, *needed, name=ROOTS.get(group, "config"))
@@ -95,9 +97,11 @@ def test_an_experiment_opens_with_its_command(name: str) -> None:
 
 
 def test_the_comparison_names_every_head() -> None:
-    """But the one that continues a module of the target's own, which the embedded target does not have."""
+    """But the one that continues a module of the target's own, which the embedded target does not have, and the one
+    that is an MTP module several times over."""
     words = shlex.split((CONF / "experiment/compare.yaml").read_text().splitlines()[1].removeprefix("# "))
-    assert {job[-1] for job in jobs(words[3:])} == {f"head={name}" for name in HEADS} - {"head=mtp_native"}
+    left_out = {"head=mtp_blocks", "head=mtp_native"}
+    assert {job[-1] for job in jobs(words[3:])} == {f"head={name}" for name in HEADS} - left_out
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -372,7 +376,8 @@ HEAD = {
     },
     "hydra_mlp": STACKED | {"prefix_attention": ["head.prefix_attention=true"]},
     "medusa": STACKED,
-    "mtp": EVERY_HEAD | {"final_norm": ["head.final_norm=false"]},
+    "mtp": EVERY_HEAD | {"final_norm": ["head.final_norm=false"], "qkv_bias": ["head.qkv_bias=true"]},
+    "mtp_blocks": EVERY_HEAD,
     "mtp_native": EVERY_HEAD | {"norm_output": ["head.norm_output=false"], "zero_first": ["head.zero_first=true"]},
 }
 HEAD_BASE = {"eta": ["head.loss=lk_lambda"]}
