@@ -1,5 +1,7 @@
 """Traffic to features: split the prompts, let the target answer those for training, keep its states.
 
+python -m scripts.collect experiment=quick
+python -m scripts.collect name=mine traffic=files traffic.path=logs/ generation.temperature=0.7
 python -m scripts.collect target=custom target.path=my/model traffic=jsonl traffic.path=prompts.jsonl name=mine
 """
 

@@ -19,6 +19,7 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from scripts.help import answer, nearest
 from scripts.settings import build, check_call, check_start, plain
 
 if TYPE_CHECKING:  # torch and transformers take seconds; a first line of output must not wait for them
@@ -52,6 +53,8 @@ def script(
         def entry() -> None:
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors on instead of printing them
             failed.clear()
+            if answer(main, config):
+                return
             try:
                 composed()
             except JobFailed:  # Hydra raises the first one when all jobs are through
@@ -65,7 +68,7 @@ def script(
             except InstantiationException:  # a fault of ours, which deserves its traceback
                 raise
             except (HydraException, OmegaConfBaseException) as error:
-                sys.exit(_fail(_phrase(error)))
+                sys.exit(_fail(_phrase(error, config)))
 
         return entry
 
@@ -142,7 +145,7 @@ def _fail(sentence: str) -> int:
     return USER_ERROR
 
 
-def _phrase(error: Exception) -> str:
+def _phrase(error: Exception, config: str = "config") -> str:
     """What Hydra and OmegaConf have to say, as one sentence."""
     if isinstance(error, OverrideParseException):
         return f"The override {error.override} cannot be read; write group.key=value, quoted against the shell."
@@ -151,7 +154,9 @@ def _phrase(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     name = lines[0].removeprefix("Could not override '").removesuffix("'.")
     if name != lines[0]:
-        return f"There is no setting {name}; --cfg job shows all, and a name of your own takes a + before it."
+        alike = " or ".join(nearest(name, config))
+        hint = f"do you mean {alike}? " if alike else ""
+        return f"There is no setting {name}; {hint}--help shows all, and a name of your own takes a + before it."
     if isinstance(error, MissingMandatoryValue):
         return f"{lines[0]}; give it on the command line."
     told = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
@@ -188,12 +193,10 @@ def build_head(
 
     torch.manual_seed(cfg.seed)
     made = _head_class(cfg)
-    head = made(sizes=donor.arguments["sizes"] if donor else made.func.sizes_of(target), vocab=vocab)
-    head.to(target.device)
-    if donor is not None:
-        _continue_from(head, donor)
-    elif cfg.head.from_target:
-        head.initialise(target)
+    if donor is None:
+        return made.func.for_target(target, vocab, from_target=cfg.head.from_target, **made.keywords)
+    head = made(sizes=donor.arguments["sizes"], vocab=vocab).to(target.device)
+    _continue_from(head, donor)
     head.attach(target.weights)
     return head
 

@@ -1,6 +1,7 @@
 """Features to a head; the same program for one process and for many.
 
 python -m scripts.train name=mine head=eagle3 train.epochs=4
+python -m scripts.train name=mine train.init_from=runs/theirs/head
 accelerate launch --num_processes 8 -m scripts.train name=mine head=eagle3
 """
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -44,7 +44,8 @@ class FeatureSource(Protocol):
     @property
     def documents(self) -> Sequence[DocumentRef]: ...
 
-    def read(self, ref: DocumentRef) -> TargetFeatures: ...
+    def read(self, ref: Any) -> TargetFeatures:
+        """The features of one of its own documents."""
 
 
 Batch = tuple[DocumentRef, ...]
