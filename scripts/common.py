@@ -31,28 +31,35 @@ CRASHED = 1
 USER_ERROR = 2
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 INTERRUPTED = 130
+_SAME = (
+    "Another job of this sweep has written to {}; name the folder after what is swept, such as "
+    "'run_dir=runs/sweep/${{head.loss}}'."
+)
 # Arguments of a head that say how it is trained, not what it is.
 _OF_TRAINING = ("depth", "loss", "decay", "eta", "feature_weight", "token_weight", "noise")
 
 
 def script(
-    config: str = "config", *, launched: bool = False
+    config: str = "config", *, launched: bool = False, one_folder: bool = False
 ) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Make an entry point of a function of the config: Hydra composes it, and every mistake is one line on stderr.
 
     launched: `accelerate launch` may start it several times over; any other command would do its work several times.
+    one_folder: each job of a multirun needs a run_dir of its own.
     """
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         failed: list[tuple[str, int]] = []
+        folders: set[str] = set()
         composed = hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(
-            one_sentence(main, launched=launched, failed=failed)
+            one_sentence(main, launched=launched, failed=failed, folders=folders if one_folder else None)
         )
 
         @functools.wraps(main)
         def entry() -> None:
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors on instead of printing them
             failed.clear()
+            folders.clear()
             if answer(main, config):
                 return
             try:
@@ -80,11 +87,16 @@ class JobFailed(Exception):
 
 
 def one_sentence(
-    main: Callable[[DictConfig], None], *, launched: bool = False, failed: list[tuple[str, int]] | None = None
+    main: Callable[[DictConfig], None],
+    *,
+    launched: bool = False,
+    failed: list[tuple[str, int]] | None = None,
+    folders: set[str] | None = None,
 ) -> Callable[[DictConfig], None]:
     """Turn mistakes of the user and a full disk into one line on stderr and exit code 2.
 
-    Within a multirun it raises JobFailed instead and adds the job's overrides and exit code to `failed`.
+    Within a multirun it raises JobFailed instead and adds the job's overrides and exit code to `failed`; a job whose
+    run_dir is among the `folders` of those before it is refused.
     """
 
     @functools.wraps(main)
@@ -94,12 +106,17 @@ def one_sentence(
 
         several = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
         try:
-            code = _attempt(main, cfg, launched)
+            if several and folders is not None and cfg.run_dir in folders:
+                code = _fail(_SAME.format(cfg.run_dir))
+            else:
+                code = _attempt(main, cfg, launched)
         except Exception:
             if not several:
                 raise
             traceback.print_exc()  # Hydra would show that of the first failed job only
             code = CRASHED
+        if several and folders is not None:
+            folders.add(cfg.run_dir)
         if several and code in (USER_ERROR, CRASHED):
             if failed is not None:
                 failed.append((" ".join(HydraConfig.get().overrides.task), code))

@@ -50,7 +50,7 @@ def check_stages(stages: Sequence[str]) -> None:
         raise UserError(f"stages={list(stages)} names {unknown[0]!r}; choose among {', '.join(STAGES)}.")
 
 
-@script()
+@script(one_folder=True)
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.pipeline`."""
     run(cfg)

@@ -221,7 +221,7 @@ def choose_vocab(cfg: DictConfig, store: FeatureStore, target: Any) -> DraftVoca
     return DraftVocabulary.choose(ranked, size, special_ids=target.eos_token_ids)
 
 
-@script(launched=True)
+@script(launched=True, one_folder=True)
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.train`."""
     from training.processes import start_missing_processes

@@ -13,7 +13,12 @@ from tests.tiny import save_tiny
 
 FILES = sorted((e2e.ROOT / "conf/experiment").glob("*.yaml"))
 SMALL = (
-    *("target.dtype=float32", "traffic.held_out=0.3", "generation.max_new_tokens=6", "generation.max_prompt_tokens=200"),
+    *(
+        "target.dtype=float32",
+        "traffic.held_out=0.3",
+        "generation.max_new_tokens=6",
+        "generation.max_prompt_tokens=200",
+    ),
     *("train.max_steps=2", "train.max_length=200", "train.global_batch_tokens=200", "train.eval_every=null"),
     *("train.log_every=1", "head.depth=2", "eval.max_new_tokens=8"),
 )

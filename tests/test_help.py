@@ -29,9 +29,7 @@ def test_the_scripts_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_help_says_it_all(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_help_says_it_all(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     page = told(name, monkeypatch, capsys)
     assert re.match(r"[A-Z].*?[.?!]\n\nUsage:", page, re.DOTALL), "no purpose on top"
     examples = [line.strip() for line in page.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()]

@@ -1,4 +1,4 @@
-"""Every command of the README runs, word for word, in a folder where the names it uses are tiny things.
+"""Every command of the README and of CONTRIBUTING runs, word for word, where the names it uses are tiny things.
 
 The blocks and the commands in the text are found here, so that a new one is tested without being entered anywhere.
 """
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,7 @@ from tests.tiny import bring_module, save_tiny
 RECIPE = "\n## Add a head\n"  # tests/test_add_head.py runs that section
 README = (e2e.ROOT / "README.md").read_text()
 BEFORE, _, REST = README.partition(RECIPE)
-TEXT = BEFORE + REST[REST.index("\n## ") :]
+TEXT = BEFORE + REST[REST.index("\n## ") :] + (e2e.ROOT / "CONTRIBUTING.md").read_text()
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 STARTS = ("make ", "python -m ", "accelerate launch ")
 
@@ -59,6 +60,7 @@ def script_of(line: str) -> tuple[str, list[str]] | None:
 COMMANDS = commands(TEXT)
 LINES = [line for line in COMMANDS if words_of(line)[0] != "make"]
 MAKES = sorted({word for line in COMMANDS if words_of(line)[0] == "make" for word in words_of(line)[1:2]})
+PYTHON = blocks(TEXT, "python")
 
 
 # ---- the stand-ins ----------------------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ def stand_ins(script: str, words: Sequence[str]) -> list[str]:
     """The arguments of a command with overrides that make it small, but for what the command itself says."""
     said = {word.partition("=")[0].lstrip("+") for word in words}
     small = SMALL | OF_SCRIPT.get(script, {})
-    if "traffic=jsonl" not in words:
+    if not any(word.startswith(("traffic=", "traffic.path=")) for word in words):
         small |= OF_DEMO
     if not any(name in word for word in words for name in ("medusa", "hydra_mlp")) or "experiment=compare" in words:
         small |= {"head.draft_vocab_size": "64"}
@@ -152,6 +154,19 @@ def test_the_blocks_are_found() -> None:
     assert {language for language, _ in FENCE.findall(TEXT)} <= {"sh", "python", "", "json"}, "a block nobody runs"
 
 
+@pytest.mark.parametrize("body", PYTHON)
+def test_a_block_of_python_runs(body: str, place: e2e.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands, but for a target in memory, and with short answers."""
+    monkeypatch.chdir(place.cwd)
+    assert len([line for line in body.splitlines() if line and not line.startswith("from ")]) <= 12
+    small = body.replace("8192", "64").replace("held_out=0.1", "held_out=0.3").replace("runs/nb", str(tmp_path))
+    small = small.replace("Generation()", "Generation(max_new_tokens=8, max_prompt_tokens=200)")
+    small = small.replace("DecodeSettings(", "DecodeSettings(max_new_tokens=8, ")
+    said: dict[str, object] = {}
+    exec(compile(small, "README.md", "exec"), said)
+    assert (tmp_path / "export/config.json").is_file() and len(said["traces"]) == len(said["held_out"]) > 0
+
+
 @pytest.mark.parametrize("target", MAKES)
 def test_a_target_of_make_is_there(target: str) -> None:
     """What it would do is asked only: `make -n` follows every recipe without running one."""
@@ -172,3 +187,17 @@ def test_a_command_runs(line: str, place: e2e.Place, monkeypatch: pytest.MonkeyP
         return
     expected = next((code for word, code in ENDS.items() if word in words_of(line)), 0)
     assert run(line, monkeypatch) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["python -m scripts.nothing name=mine", "python -m http.server", "pip install draftsmith", "draftsmith train"],
+)
+def test_control_an_unknown_command_is_noticed(line: str) -> None:
+    [found] = commands(f"```sh\n{line}\n```\n")
+    with pytest.raises(AssertionError, match="unknown command"):
+        script_of(found)
+
+
+def test_control_a_command_that_is_refused_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("python -m scripts.train name=mine trian.epochs=3", monkeypatch) == 2

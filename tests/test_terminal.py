@@ -9,7 +9,6 @@ import struct
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -19,63 +18,65 @@ from training.tracking import open_display
 
 COLUMNS = 80
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-Shown = Callable[[], list[str]]
+
+
+class Terminal:
+    """One of 80 columns as standard error, within the context; `lines` has each state of each line after it."""
+
+    def __enter__(self) -> Terminal:
+        self.ours, theirs = os.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+        self.before, sys.stderr = sys.stderr, os.fdopen(theirs, "w")
+        self.parts: list[bytes] = []
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.stderr.close()
+        sys.stderr = self.before
+        self.reader.join()
+        os.close(self.ours)
+        text = ESCAPES.sub("", b"".join(self.parts).decode())
+        self.lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+
+    def read(self) -> None:
+        while True:
+            try:
+                self.parts.append(os.read(self.ours, 4096))
+            except OSError:  # the other end is closed
+                return
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shown]:
-    """Standard error on a terminal of 80 columns; what is called ends it and gives each state of each line."""
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
-    stream, parts = os.fdopen(theirs, "w"), []
-    monkeypatch.setattr(sys, "stderr", stream)
-
-    def drain() -> None:
-        while True:
-            try:
-                parts.append(os.read(ours, 4096))
-            except OSError:
-                return
-
-    reader = threading.Thread(target=drain)
-    reader.start()
-
-    def shown() -> list[str]:
-        stream.close()
-        reader.join()
-        text = ESCAPES.sub("", b"".join(parts).decode())
-        return [line for line in re.split(r"[\r\n]+", text) if line.strip()]
-
-    yield shown
-    if not stream.closed:
-        shown()
-    os.close(ours)
+    return Terminal()
 
 
-def test_a_bar_with_a_long_title_keeps_its_counters(terminal: Shown) -> None:
+def test_a_bar_with_a_long_title_keeps_its_counters(terminal: Terminal) -> None:
     title = "          float32: eagle3 · eagle3_tree · prompt_lookup · none in turn, timed"
-    with Progress(total=345, label=title) as bar:
+    with terminal, Progress(total=345, label=title) as bar:
         bar.advance(12, tokens=60_000, seconds=5.0)
-    lines = terminal()
-    assert any("12/345" in line and "12000 tokens/s" in line for line in lines), lines
-    assert all(len(line) <= COLUMNS for line in lines)
+    assert any("12/345" in line and "12000 tokens/s" in line for line in terminal.lines), terminal.lines
+    assert all(len(line) <= COLUMNS for line in terminal.lines)
 
 
-def test_the_bar_of_training_keeps_its_counters(terminal: Shown) -> None:
-    display = open_display(sys.stderr, 5678, 0, 1)
+def test_the_bar_of_training_keeps_its_counters(terminal: Terminal) -> None:
     depths = {f"acceptance/{depth}": 0.5 for depth in range(1, 8)}
-    display.update(1234, {"loss": 12.3456, **depths, "tokens_per_second": 123456.0})
-    display.close()
-    lines = terminal()
-    assert any("1234/5678" in line and "loss 12.3456" in line for line in lines), lines
-    assert all(len(line) <= COLUMNS for line in lines)
+    with terminal:
+        display = open_display(sys.stderr, 5678, 0, 1)
+        display.update(1234, {"loss": 12.3456, **depths, "tokens_per_second": 123456.0})
+        display.close()
+    assert any("1234/5678" in line and "loss 12.3456" in line for line in terminal.lines), terminal.lines
+    assert all(len(line) <= COLUMNS for line in terminal.lines)
 
 
-def test_control_a_line_that_is_too_long_would_be_seen(terminal: Shown) -> None:
-    print("x" * (COLUMNS + 1), file=sys.stderr)
-    assert [len(line) for line in terminal()] == [COLUMNS + 1]
+def test_control_a_line_that_is_too_long_would_be_seen(terminal: Terminal) -> None:
+    with terminal:
+        print("x" * (COLUMNS + 1), file=sys.stderr)
+    assert [len(line) for line in terminal.lines] == [COLUMNS + 1]
 
 
 @pytest.mark.parametrize(
