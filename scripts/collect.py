@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from scripts.common import head_needs, load_target, script
-from scripts.ranges import check_target
+from scripts.ranges import check_head, check_target
 from scripts.settings import build, generation_settings, plain
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ def run(cfg: DictConfig) -> None:
     from training.traffic import load_traffic, write_traffic
 
     features = Path(cfg.features_dir)
+    generation = generation_settings(cfg)
+    check_head(cfg, build(cfg, "head", _partial_=True))
     print(f"traffic   reading the prompts into {cfg.traffic_dir}", flush=True)
     show_account(write_traffic(cfg.traffic_dir, build(cfg, "traffic"), config=plain(cfg)), cfg.traffic_dir)
     traffic = load_traffic(cfg.traffic_dir)
@@ -43,7 +45,7 @@ def run(cfg: DictConfig) -> None:
             conversations=traffic.train,
             folder=features,
             needs=collected_needs(cfg, target),
-            generation=generation_settings(cfg),
+            generation=generation,
             config=plain(cfg),
         )
     print(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 
 from omegaconf import DictConfig, OmegaConf
 
-from scripts.ranges import check_config
+from scripts.ranges import check_config, check_head
 
 if TYPE_CHECKING:
     from training.regenerate import Generation
@@ -119,17 +119,21 @@ def generation_settings(cfg: DictConfig) -> Generation:
 def check_all(cfg: DictConfig) -> None:
     """Refuse whatever can be refused before the first of several long stages begins."""
     from heads.artifact import UserError
+    from heads.checkpoint import read_facts
     from heads.target import FrozenTarget
 
     train_settings(cfg)
     generation_settings(cfg)
     build(cfg, "eval", seed=cfg.seed)
-    check_call(
-        FrozenTarget.load, "target", {name: value for name, value in plain(cfg.target).items() if name != "path"}
-    )
+    target = {name: plain(cfg.target)[name] for name in cfg.target if not OmegaConf.is_missing(cfg.target, str(name))}
+    check_call(FrozenTarget.load, "target", target)
     for key in ("traffic", "head", "tracking", "export", *(f"rivals.{name}" for name in cfg.rivals)):
         check_node(cfg, key)
     check_config(cfg)
+    check_value("push", cfg.push, str | None)
+    check_head(cfg, build(cfg, "head", _partial_=True))
+    if cfg.train.init_from is not None:
+        read_facts(cfg.train.init_from)
     if cfg.traffic.get("held_out") == 0:
         raise UserError("traffic.held_out=0 leaves nothing to measure the head on; give a share such as 0.1.")
     _check_later_stages(cfg)

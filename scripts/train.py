@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from scripts.common import build_head, load_target, script
 from scripts.prompts import held_out_requests
+from scripts.ranges import check_head
 from scripts.settings import build, plain, train_settings
 
 if TYPE_CHECKING:
@@ -48,13 +49,14 @@ def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
 
     folder, main = Path(cfg.run_dir), is_main()
     say = print if main else (lambda *text, **options: None)
+    settings = train_settings(cfg)
+    check_head(cfg, build(cfg, "head", _partial_=True))
     target = load_target(cfg)
     check_origin(cfg, store, target)
     donor = donor_of(cfg, target)
     vocab = choose_vocab(cfg, store, target) if donor is None else donor.vocab
     head = build_head(cfg, target, vocab, donor)
     store = store.select(head.needs)
-    settings = train_settings(cfg)
     check_something_is_left(store, settings.max_length)
     on_eval = None if settings.eval_every is None else evaluation(cfg, head, target, main)
     if on_eval is None or not main:
