@@ -50,7 +50,7 @@ def run(cfg: DictConfig) -> None:
         )
     print(
         f"          {manifest['documents']} answers, {manifest['supervised_tokens']:,} tokens to learn from "
-        f"({manifest['tokens']:,} with prompts) in {features}",
+        f"({manifest['tokens']:,} with prompts)\n{'':10}in {features}",
         flush=True,
     )
 

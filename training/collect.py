@@ -129,7 +129,8 @@ class _Run:
                 f"generation.max_prompt_tokens, lower generation.max_new_tokens, or choose another traffic=."
             )
         if reasons:
-            logger.warning("%d prompts set aside in %s (%s)", len(self.refused), self.writer.folder, dict(reasons))
+            told = ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
+            logger.warning("prompts set aside in %s: %d (%s)", self.writer.folder, len(self.refused), told)
         return self.writer.finish(
             self.shards,
             refused=self.refused,
