@@ -114,16 +114,16 @@ def nearest(key: str, config: str) -> list[str]:
 
     with initialize_config_module("conf", version_base="1.3"):
         composed = OmegaConf.to_container(compose(config), resolve=False)
-    known = [*_names(composed), "experiment", "rival"]
+    known = [*names(composed), "experiment", "rival"]
     last = {name.rpartition(".")[2]: name for name in reversed(known)}
     found = difflib.get_close_matches(key, known, n=3, cutoff=0.8)
     found += [last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=2, cutoff=0.8)]
     return list(dict.fromkeys(found))[:3]
 
 
-def _names(values: Any, before: str = "") -> Iterator[str]:
+def names(values: Any, before: str = "") -> Iterator[str]:
     """Every setting by its dotted name."""
     for name, value in values.items():
         yield f"{before}{name}"
         if isinstance(value, dict):
-            yield from _names(value, f"{before}{name}.")
+            yield from names(value, f"{before}{name}.")

@@ -15,7 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from scripts.help import names
 from scripts.settings import check_all
 from tests import e2e
 from tests.tiny import bring_module, save_tiny
@@ -33,11 +35,15 @@ def blocks(text: str, language: str) -> list[str]:
     return [body for found, body in FENCE.findall(text) if found == language]
 
 
+def spans(text: str) -> list[str]:
+    """Whatever stands between backquotes in the text itself."""
+    return re.findall(r"`([^`]+)`", " ".join(FENCE.sub("", text).split()))
+
+
 def commands(text: str) -> list[str]:
     """Every command of the shell blocks, continued lines joined, and every one that stands whole in the text."""
     lines = [line for body in blocks(text, "sh") for line in body.replace("\\\n", " ").splitlines()]
-    spans = re.findall(r"`([^`]+)`", " ".join(FENCE.sub("", text).split()))
-    inline = [span for span in spans if span.startswith(STARTS) and "…" not in span]
+    inline = [span for span in spans(text) if span.startswith(STARTS) and "…" not in span]
     return [line for line in (*lines, *inline) if shlex.split(line, comments=True)]
 
 
@@ -61,6 +67,7 @@ COMMANDS = commands(TEXT)
 LINES = [line for line in COMMANDS if words_of(line)[0] != "make"]
 MAKES = sorted({word for line in COMMANDS if words_of(line)[0] == "make" for word in words_of(line)[1:2]})
 PYTHON = blocks(TEXT, "python")
+SPANS = sorted({span for span in spans(TEXT) if re.match(r"'?[a-z_0-9.]+=[^\"]*$", span) and "…" not in span})
 
 
 # ---- the stand-ins ----------------------------------------------------------------------------------------------
@@ -165,6 +172,22 @@ def test_a_block_of_python_runs(body: str, place: e2e.Place, tmp_path: Path, mon
     said: dict[str, object] = {}
     exec(compile(small, "README.md", "exec"), said)
     assert (tmp_path / "export/config.json").is_file() and len(said["traces"]) == len(said["held_out"]) > 0
+
+
+def settings() -> set[str]:
+    """Every group, and every setting of every file of conf/ by the name that overrides it."""
+    conf, known = e2e.ROOT / "conf", {"experiment"}
+    for path in conf.rglob("*.yaml"):
+        group = path.parent.name
+        before = {"conf": "", "experiment": "", "rival": f"rivals.{path.stem}."}.get(group, f"{group}.")
+        known |= {group, *names(OmegaConf.to_container(OmegaConf.load(path)), before)}
+    return known
+
+
+@pytest.mark.parametrize("span", SPANS)
+def test_an_override_in_the_text_is_a_setting(span: str) -> None:
+    for word in shlex.split(span):
+        assert word.partition("=")[0].lstrip("+") in settings(), word
 
 
 @pytest.mark.parametrize("target", MAKES)
