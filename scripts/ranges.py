@@ -17,9 +17,11 @@ _LAYERS = 10**6  # of the made-up target: whatever is wrong there is wrong every
 def check_config(cfg: DictConfig) -> None:
     """Whatever the config alone can tell of export, tracking and rivals. Raises UserError."""
     from heads.artifact import UserError
+    from heads.export.folder import format_of
     from heads.target import DTYPES
     from training.tracking import MODES
 
+    format_of(str(cfg.export.layout))
     if cfg.target.dtype not in DTYPES:
         raise UserError(f"target.dtype={cfg.target.dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
     if cfg.export.get("dtype") not in (None, *DTYPES):

@@ -67,7 +67,8 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
     if not 0 <= cfg.seed < 2**32:
         raise UserError(f"seed={cfg.seed} must be at least 0 and below 2^32; set seed=0.")
     parts = str(cfg.name).split("/")
-    if isinstance(cfg.name, (bool, types.NoneType)) or any(part.strip() in ("", ".", "..") for part in parts):
+    named = isinstance(cfg.name, (str, int, float)) and not isinstance(cfg.name, bool)
+    if not named or any(part.strip() in ("", ".", "..") for part in parts):
         raise UserError(
             f"name={'null' if cfg.name is None else cfg.name} cannot name a run under runs/; give a word such as "
             f"name=mine (parts between / may not be empty, . or ..), or run_dir=<folder> for another place."
