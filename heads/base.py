@@ -346,7 +346,8 @@ class DraftHead(Learner):
 
         from_target: start from the target's own weights (`initialise`); arguments: those of the constructor.
         """
-        head = cls(sizes=cls.sizes_of(target), vocab=vocab, **arguments).to(target.device)
+        kind: Any = cls  # every subclass takes sizes and vocab, the base does not
+        head: Self = kind(sizes=cls.sizes_of(target), vocab=vocab, **arguments).to(target.device)
         if from_target:
             head.initialise(target)
         head.attach(target.weights)
