@@ -430,7 +430,7 @@ def test_two_jobs_of_a_sweep_do_not_share_a_folder(
         ("train.epoch=3", "There is no setting train.epoch"),
         ("nonsense=1", "There is no setting nonsense"),
         ("head=nothing", "There is no config head/nothing; there are eagle, eagle3, hydra_mlp"),
-        ("experiment=nothing", "There is no config experiment/nothing; there are compare, demo"),
+        ("experiment=nothing", "There is no config experiment/nothing; there are chat_70b, chat_8b, code, compare"),
         ("head.taps=[1", "The override head.taps=[1 cannot be read"),
     ],
 )
