@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from scripts.common import head_needs, load_target, script
 from scripts.ranges import check_head, check_target
-from scripts.settings import build, generation_settings, plain
+from scripts.settings import build, generation_settings, plain, storage_settings
 
 if TYPE_CHECKING:
     from heads.base import FeatureNeeds
@@ -24,11 +24,17 @@ if TYPE_CHECKING:
 
 def run(cfg: DictConfig) -> None:
     """Fill traffic_dir and features_dir; what is finished is used as it is."""
-    from heads.artifact import locked
+    from heads.artifact import UserError, locked
     from training.collect import collect
+    from training.remote import is_remote
     from training.traffic import load_traffic, write_traffic
 
-    features = Path(cfg.features_dir)
+    if is_remote(cfg.features_dir):
+        raise UserError(
+            f"features_dir={cfg.features_dir} cannot be filled in place; collect into a folder, then "
+            f"`python -m scripts.store upload={cfg.features_dir}`."
+        )
+    features, storage = Path(cfg.features_dir), storage_settings(cfg)
     generation = generation_settings(cfg)
     check_head(cfg, build(cfg, "head", _partial_=True))
     print(f"traffic   reading the prompts into {cfg.traffic_dir}", flush=True)
@@ -38,7 +44,11 @@ def run(cfg: DictConfig) -> None:
     print(f"target    loading {cfg.target.path}", flush=True)
     target = load_target(cfg)
     check_target(cfg, target)
-    print(f"features  the target answers in {cfg.target.dtype}; answers and states come from one pass", flush=True)
+    states = {
+        "stored": "answers and states come from one pass",
+        "online": "its states are not kept, training computes them",
+    }[storage.states]
+    print(f"features  the target answers in {cfg.target.dtype}; {states}", flush=True)
     with locked(features, "collects into"):
         manifest = collect(
             target=target,
@@ -46,6 +56,7 @@ def run(cfg: DictConfig) -> None:
             folder=features,
             needs=collected_needs(cfg, target),
             generation=generation,
+            storage=storage,
             config=plain(cfg),
         )
     print(

@@ -21,6 +21,7 @@ from scripts.ranges import check_config, check_head
 if TYPE_CHECKING:
     from training.regenerate import Generation
     from training.settings import TrainSettings
+    from training.store import Storage
 
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -73,7 +74,7 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
             f"name={'null' if cfg.name is None else cfg.name} cannot name a run under runs/; give a word such as "
             f"name=mine (parts between / may not be empty, . or ..), or run_dir=<folder> for another place."
         )
-    for name in ("run_dir", "head_dir", "traffic_dir", "features_dir"):
+    for name in ("run_dir", "head_dir", "traffic_dir", "features_dir", "features_cache"):
         check_value(name, cfg[name], str)
         if not cfg[name].strip():
             raise UserError(f"{name}= is empty; give a folder such as {name}=runs/mine, or leave it out.")
@@ -117,6 +118,15 @@ def generation_settings(cfg: DictConfig) -> Generation:
     return Generation(seed=cfg.seed, **values)
 
 
+def storage_settings(cfg: DictConfig) -> Storage:
+    """What the feature store keeps, out of collect."""
+    from training.store import Storage
+
+    values = {name: value for name, value in plain(cfg.collect).items() if name != "taps"}
+    check_call(Storage, "collect", values, besides=("taps",))
+    return Storage(**values)
+
+
 def check_all(cfg: DictConfig) -> None:
     """Refuse whatever can be refused before the first of several long stages begins."""
     from heads.artifact import UserError
@@ -125,6 +135,7 @@ def check_all(cfg: DictConfig) -> None:
 
     train_settings(cfg)
     generation_settings(cfg)
+    storage_settings(cfg)
     build(cfg, "eval", seed=cfg.seed)
     target = {name: plain(cfg.target)[name] for name in cfg.target if not OmegaConf.is_missing(cfg.target, str(name))}
     check_call(FrozenTarget.load, "target", target)

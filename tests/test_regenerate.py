@@ -20,7 +20,8 @@ from heads.target import FrozenTarget
 from tests.tiny import FAMILIES, load_tiny, save_tiny
 from training import store
 from training.collect import collect
-from training.regenerate import Answer, Generation, answer_batch
+from training.regenerate import Generation, answer_batch
+from training.states import Answer
 from training.store import FeatureStore
 from training.traffic import Conversation
 

@@ -27,8 +27,9 @@ from heads.artifact import UserError
 from heads.base import FeatureNeeds
 from heads.target import FrozenTarget
 from training.progress import Progress
-from training.regenerate import Answer, Generation, answer_batch
-from training.store import check_disk, estimate_bytes
+from training.regenerate import Generation, answer_batch
+from training.states import Answer
+from training.store import STORED, Storage, check_disk, estimate_bytes
 from training.store_writer import Document, StoreWriter, wider_needs
 from training.traffic import Conversation, fingerprint
 
@@ -56,19 +57,22 @@ def collect(
     folder: str | Path,
     needs: FeatureNeeds,
     generation: Generation,
+    storage: Storage = STORED,
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Fill the features folder, or go on filling it, and return its manifest; a finished one is returned at
-    once. A folder that was begun for more taps than `needs` keeps them: it serves several heads.
+    once. A folder that was begun for more taps than `needs` keeps them: it serves several heads. One whose states are
+    computed online serves every head.
 
     Raises UserError when the folder belongs to other settings, target or traffic, when the disk is too small,
     and when no conversation could be used.
     """
     needs.check(target.num_layers)
-    needs = wider_needs(folder, needs)
+    needs = FeatureNeeds(last=False) if storage.states == "online" else wider_needs(folder, needs)
     target.render([{"role": "user", "content": "?"}])  # without a chat template nothing can be asked
     settings = {
         "needs": {"taps": list(needs.taps), "last": needs.last},
+        "collect": asdict(storage),
         "target": target.fingerprint,
         "dtype": str(target.dtype).removeprefix("torch."),
         "hidden_size": target.hidden_size,
@@ -79,7 +83,7 @@ def collect(
     if (manifest := writer.finished()) is not None:
         logger.info("%s is complete: %d documents are used as they are", folder, manifest["documents"])
         return manifest
-    run = _Run(target=target, needs=needs, generation=generation, writer=writer)
+    run = _Run(target=target, needs=needs, generation=generation, storage=storage, writer=writer)
     run.check_disk(conversations)
     return run.run(conversations, config)
 
@@ -88,9 +92,16 @@ class _Run:
     """One pass over the traffic."""
 
     def __init__(
-        self, *, target: FrozenTarget, needs: FeatureNeeds, generation: Generation, writer: StoreWriter
+        self,
+        *,
+        target: FrozenTarget,
+        needs: FeatureNeeds,
+        generation: Generation,
+        storage: Storage,
+        writer: StoreWriter,
     ) -> None:
         self.target, self.needs, self.generation, self.writer = target, needs, generation, writer
+        self.storage = storage
         self.answers: dict[str, list[str]] = {}
         self.refused: list[dict[str, Any]] = []
         self.shards: list[str] = []
@@ -106,7 +117,9 @@ class _Run:
                 longest = len(prompt) + turn * self.generation.max_new_tokens
                 tokens += min(longest, self.generation.max_prompt_tokens) + self.generation.max_new_tokens
         target = self.target
-        needed = estimate_bytes(self.needs, tokens, hidden_size=target.hidden_size, dtype=target.dtype)
+        needed = estimate_bytes(
+            self.needs, tokens, hidden_size=target.hidden_size, dtype=target.dtype, storage=self.storage
+        )
         there = sum(path.stat().st_size for path in self.writer.folder.glob("*.safetensors"))
         check_disk(self.writer.folder, needed - there)
         logger.info("the features of up to %d tokens take at most %.2f GB", tokens, needed / 1e9)
@@ -242,7 +255,7 @@ class _Run:
             text=text,
             taps_TE=answer.taps_TE if self.needs.taps else None,
             last_TD=answer.last_TD if self.needs.last else None,
-            lse_T=answer.lse_T,
+            lse_T=answer.lse_T if self.storage.states == "stored" else None,
         )
 
 
