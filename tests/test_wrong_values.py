@@ -18,7 +18,7 @@ from tests import e2e
 WRONG: tuple[Any, ...] = ("nonsense", -7, ["x", {"y": 1}])
 # What takes any text; what it says is known only where it is used, and is refused there (tests/test_bad_input.py).
 TEXT = {
-    *("name", "run_dir", "head_dir", "traffic_dir", "features_dir", "push"),
+    *("name", "run_dir", "head_dir", "traffic_dir", "features_dir", "features_cache", "push"),
     *("target.path", "target.gguf_file", "target.adapter", "target.attention", "target.device"),
     *(
         "traffic.hub_config",
