@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -337,6 +337,21 @@ class DraftHead(Learner):
         from heads.layers import BlockSizes  # builds on the values of this module
 
         return BlockSizes.of(target.config, target.vocab_size)
+
+    @classmethod
+    def for_target(
+        cls, target: FrozenTarget, vocab: DraftVocabulary, *, from_target: bool = True, **arguments: Any
+    ) -> Self:
+        """A new head of this kind, sized for a target, on its device and attached to it.
+
+        from_target: start from the target's own weights (`initialise`); arguments: those of the constructor.
+        """
+        kind: Any = cls  # every subclass takes sizes and vocab, the base does not
+        head: Self = kind(sizes=cls.sizes_of(target), vocab=vocab, **arguments).to(target.device)
+        if from_target:
+            head.initialise(target)
+        head.attach(target.weights)
+        return head
 
     @abstractmethod
     def initialise(self, target: FrozenTarget) -> None:

@@ -1,5 +1,7 @@
 """Traffic to features: split the prompts, let the target answer those for training, keep its states.
 
+python -m scripts.collect experiment=quick
+python -m scripts.collect name=mine traffic=files traffic.path=logs/ generation.temperature=0.7
 python -m scripts.collect target=custom target.path=my/model traffic=jsonl traffic.path=prompts.jsonl name=mine
 python -m scripts.collect name=mine traffic=files traffic.path=logs/ collect.answers=logged
 python -m scripts.collect name=mine verify=true
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from scripts.common import CRASHED, head_needs, is_main, launched_peers, load_target, script
-from scripts.ranges import check_target
+from scripts.ranges import check_head, check_target
 from scripts.settings import build, generation_settings, plain, server_settings, storage_settings
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ def run(cfg: DictConfig) -> None:
         )
     server_settings(cfg)  # refuses what would fail after the prompts have been read
     peers, features, storage = launched_peers(cfg), Path(cfg.features_dir), storage_settings(cfg)
+    generation = generation_settings(cfg)
+    check_head(cfg, build(cfg, "head", _partial_=True))
     say = partial(print, flush=True) if peers.main else (lambda text: None)
     say(f"traffic   reading the prompts into {cfg.traffic_dir}")
     with peers.step():
@@ -62,7 +66,7 @@ def run(cfg: DictConfig) -> None:
             say(f"target    loading {cfg.target.path}")
             target = load_target(cfg)
             check_target(cfg, target)
-            needs, generation = collected_needs(cfg, target), generation_settings(cfg)
+            needs = collected_needs(cfg, target)
             if peers.main:  # for all: together they are one collector
                 stack.enter_context(locked(features, "collects into"))
         server = answer_server(cfg, target, peers.rank)
@@ -85,7 +89,7 @@ def run(cfg: DictConfig) -> None:
         say(f"          {', '.join(f'{what}: {count:,}' for what, count in server.counts.most_common())}")
     say(
         f"          {manifest['documents']} answers, {manifest['supervised_tokens']:,} tokens to learn from "
-        f"({manifest['tokens']:,} with prompts) in {features}"
+        f"({manifest['tokens']:,} with prompts)\n{'':10}in {features}"
     )
 
 

@@ -134,7 +134,7 @@ def track(cfg: DictConfig, folder: Path, report: Mapping[str, Any]) -> None:
     )
 
 
-@script()
+@script(one_folder=True)
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.evaluate`."""
     run(cfg)

@@ -1,5 +1,7 @@
 """A trained Medusa head to Medusa-2: it and its target learn together, and the target is another one afterwards.
 
+python -m scripts.medusa2 name=changed stage1=runs/mine medusa2.rank=16
+python -m scripts.medusa2 name=changed stage1=runs/mine train.epochs=1 medusa2.head_weight=0.1
 python -m scripts.medusa2 name=changed stage1=runs/mine target=custom target.path=my/model
 """
 

@@ -1,6 +1,7 @@
 """Features to a head; the same program for one process and for many.
 
 python -m scripts.train name=mine head=eagle3 train.epochs=4
+python -m scripts.train name=mine train.init_from=runs/theirs/head
 accelerate launch --num_processes 8 -m scripts.train name=mine head=eagle3
 """
 
@@ -17,6 +18,7 @@ from omegaconf import DictConfig
 
 from scripts.common import build_head, is_main, load_target, script
 from scripts.prompts import held_out_requests
+from scripts.ranges import check_head
 from scripts.settings import build, plain, train_settings
 
 if TYPE_CHECKING:
@@ -47,12 +49,13 @@ def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
 
     folder, main = Path(cfg.run_dir), is_main()
     say = print if main else (lambda *text, **options: None)
+    settings = train_settings(cfg)
+    check_head(cfg, build(cfg, "head", _partial_=True))
     target = load_target(cfg)
     check_origin(cfg, store, target)
     donor = donor_of(cfg, target)
     vocab = choose_vocab(cfg, store, target) if donor is None else donor.vocab
     head = build_head(cfg, target, vocab, donor)
-    settings = train_settings(cfg)
     check_something_is_left(store, settings.max_length)
     on_eval = None if settings.eval_every is None else evaluation(cfg, head, target, main)
     # Without its layers the target's memory is the training's own.
@@ -215,7 +218,7 @@ def choose_vocab(cfg: DictConfig, store: FeatureStore, target: Any) -> DraftVoca
     return DraftVocabulary.choose(ranked, size, special_ids=target.eos_token_ids)
 
 
-@script(launched=True)
+@script(launched=True, one_folder=True)
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.train`."""
     from training.processes import start_missing_processes

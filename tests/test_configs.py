@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shlex
 import shutil
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,20 +31,11 @@ from training.store import FeatureStore
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
-COUNT = 48
+COUNT = 55
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
 HEADS = [name for group, name in OPTIONS if group == "head"]
-
-
-def jobs(words: Sequence[str]) -> list[list[str]]:
-    """The overrides of each run that a command line starts: one, or with --multirun one for each choice."""
-    if "--multirun" not in words:
-        return [list(words)]
-    pairs = [word.partition("=") for word in words if word != "--multirun"]
-    choices = [[f"{key}={value}" for value in values.split(",")] for key, _, values in pairs]
-    return [list(job) for job in itertools.product(*choices)]
 
 
 def test_all_files_are_found() -> None:
@@ -90,7 +80,7 @@ def test_an_experiment_opens_with_its_command(name: str) -> None:
     words = shlex.split(lines[1].removeprefix("# "))
     assert words[:2] == ["python", "-m"] and find_spec(words[2]) is not None and words[2].startswith("scripts.")
     assert f"experiment={name}" in words[3:]
-    for job in jobs(words[3:]):
+    for job in e2e.jobs(words[3:]):
         cfg = e2e.config(*job)
         assert cfg.name == name
         check_all(cfg)
@@ -101,7 +91,7 @@ def test_the_comparison_names_every_head() -> None:
     that is an MTP module several times over."""
     words = shlex.split((CONF / "experiment/compare.yaml").read_text().splitlines()[1].removeprefix("# "))
     left_out = {"head=mtp_blocks", "head=mtp_native"}
-    assert {job[-1] for job in jobs(words[3:])} == {f"head={name}" for name in HEADS} - left_out
+    assert {job[-1] for job in e2e.jobs(words[3:])} == {f"head={name}" for name in HEADS} - left_out
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -114,7 +104,7 @@ def test_comments_name_only_commands_that_compose(file: str) -> None:
     for module, line in found:
         own = ("advise", "bench", "compare", "doctor", "import_head", "medusa2", "prove", "serve_check", "store")
         name = module if module in own else "config"
-        for job in jobs(shlex.split(line)):
+        for job in e2e.jobs(shlex.split(line)):
             e2e.config(*job, name=name)
 
 

@@ -198,7 +198,10 @@ def test_another_number_format_of_the_target_is_another_run(both: dict[str, e2e.
         (["collect.dtype=int4"], "collect.dtype=int4 is unknown; choose target or fp8"),
         (["collect.states=online", "collect.dtype=fp8"], "collect.states=online stores none; leave one of them out"),
         (["collect.states=1"], "collect.states=1 is of the wrong type"),
-        (["+collect.kind=x"], "There is no setting collect.kind; there are dtype, states, taps"),
+        (
+            ["+collect.kind=x"],
+            "There is no setting collect.kind; there are answers, concurrency, dtype, engine, model, states, taps",
+        ),
     ],
 )
 def test_what_collect_refuses(

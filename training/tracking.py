@@ -22,8 +22,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from heads.artifact import UserError
+from training.progress import fitting
 
 METRICS = "metrics.jsonl"
+_BESIDE = 30  # columns that a bar, its counters and the time left take
 _WANDB_SECONDS = 30.0  # how long W&B may take to begin; ten times that to finish sending
 
 logger = logging.getLogger(__name__)
@@ -303,13 +305,14 @@ class BarDisplay:
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(compact=True),
-            console=Console(file=stream),
+            console=(console := Console(file=stream)),
         )
+        self._room = console.width - _BESIDE
         self._task = self._bar.add_task("train", total=total, completed=start, numbers="")
         self._bar.start()
 
     def update(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._bar.update(self._task, completed=step, numbers=_phrase(numbers))
+        self._bar.update(self._task, completed=step, numbers=fitting(_parts(numbers), self._room))
 
     def close(self) -> None:
         self._bar.stop()
@@ -341,6 +344,10 @@ def open_display(stream: TextIO, total: int, start: int, every: int) -> Display:
 
 
 def _phrase(numbers: Mapping[str, float]) -> str:
+    return "  ".join(_parts(numbers))
+
+
+def _parts(numbers: Mapping[str, float]) -> list[str]:
     """Loss, acceptance by depth and speed, as far as they are known."""
     parts = [f"loss {numbers['loss']:.4f}"] if "loss" in numbers else []
     by_depth = [value for name, value in numbers.items() if name.startswith("acceptance/")]
@@ -349,4 +356,4 @@ def _phrase(numbers: Mapping[str, float]) -> str:
         parts.append("acceptance " + " ".join(f"{value:.2f}" for value in acceptance))
     if "tokens_per_second" in numbers:
         parts.append(f"{numbers['tokens_per_second']:.0f} tokens/s")
-    return "  ".join(parts)
+    return parts
