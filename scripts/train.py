@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,12 @@ from scripts.prompts import held_out_requests
 from scripts.settings import build, plain, train_settings
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from heads.base import DraftHead
     from heads.target import FrozenTarget
     from heads.vocab import DraftVocabulary
+    from training.loop import OnEval
     from training.settings import TrainResult
     from training.store import FeatureStore
 
@@ -84,7 +87,7 @@ def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
         say(f"          {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s; it is in {folder / 'head'}")
 
 
-def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: bool) -> Callable[[int], dict[str, float]]:
+def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: bool) -> OnEval:
     """A short greedy decoding of some held-out requests with the head as it is; main: whether this process does it.
 
     Raises UserError when there is nothing to decode, or the head cannot draft as much.
@@ -104,9 +107,9 @@ def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: boo
         raise UserError("There is no held-out request that train.eval_every could decode; set train.eval_every=null.")
     settings = DecodeSettings(gamma=plan.gamma, max_new_tokens=plan.max_new_tokens, rows=EVALUATED, seed=cfg.seed)
 
-    def on_eval(step: int) -> dict[str, float]:
+    def on_eval(step: int, state: Mapping[str, Tensor]) -> dict[str, float]:
         draft = build_head(class_path(head), head.arguments, head.vocab, source="the head in training")
-        fill(draft, head.state_dict(), source="the head in training")
+        fill(draft, state, source="the head in training")
         draft.to(device=target.device, dtype=target.dtype).eval()  # as it is served; the one in training stays as it is
         draft.attach(target.weights)
         found = measure(decode(target, requests, draft, settings), gamma=plan.gamma, resamples=0)

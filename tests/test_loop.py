@@ -13,8 +13,8 @@ import torch
 
 from heads.artifact import UserError
 from tests.training_toy import ToySource, metrics_of, toy_head, toy_settings, toy_train, weights_of
+from training.devices import open_accelerator
 from training.features import BatchPlan, pack
-from training.loop import open_accelerator
 from training.optim import OptimSettings, build_optimizer, build_scheduler, parameter_groups
 from training.step import seed_of
 from training.tracking import LineDisplay
@@ -184,7 +184,7 @@ def test_on_eval_is_called_in_eval_mode_and_changes_nothing(tmp_path: Path) -> N
     modes: set[bool] = set()
     head.mix.register_forward_pre_hook(lambda module, _: modes.add(module.training))
 
-    def on_eval(step: int) -> dict[str, float]:
+    def on_eval(step: int, state: Any) -> dict[str, float]:
         torch.rand(3)
         calls.append((step, head.training, torch.is_grad_enabled()))
         return {"alpha": 0.5}
@@ -201,7 +201,7 @@ def test_it_trains_where_the_head_is(monkeypatch: pytest.MonkeyPatch, where: str
     """On a machine with an accelerator too, which accelerate would take by itself."""
     asked: list[bool] = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr("training.loop.Accelerator", lambda **how: asked.append(how["cpu"]))
+    monkeypatch.setattr("training.devices.Accelerator", lambda **how: asked.append(how["cpu"]))
     open_accelerator(torch.device(where))
     assert asked == [cpu]
 

@@ -24,8 +24,10 @@ from torch import Tensor
 from heads.artifact import UserError
 from heads.base import TargetFeatures
 from tests.training_toy import ToyHead, ToyRef, ToySource, metrics_of, toy_head, toy_train, weights_of
-from training.checkpoint import CheckpointFolder, Interrupted, differences, random_state, restore_random
+from training.checkpoint import CheckpointFolder, differences
 from training.features import BatchPlan
+from training.generators import random_state, restore_random
+from training.interrupt import Interrupted
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -271,7 +273,7 @@ def test_generators_come_back() -> None:
 def test_a_generator_used_by_the_caller_continues(tmp_path: Path) -> None:
     """on_eval may draw from Python's and NumPy's generators; training never does."""
 
-    def on_eval(step: int) -> dict[str, float]:
+    def on_eval(step: int, state: Any) -> dict[str, float]:
         return {"python": random.random(), "numpy": float(np.random.rand())}
 
     def run(folder: Path, source: ToySource | None = None) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from heads.artifact import UserError
 from tests.test_resume import RaisesSignal
 from tests.training_toy import metrics_of, toy_head, toy_train, weights_of
-from training.checkpoint import Interrupted
+from training.interrupt import Interrupted
 from training.processes import processes_missing, requested_processes, start_missing_processes
 
 ROOT = Path(__file__).resolve().parent.parent
