@@ -1,7 +1,11 @@
 """Features to a head; the same program for one process and for many.
 
 python -m scripts.train name=mine head=eagle3 train.epochs=4
-accelerate launch --num_processes 8 -m scripts.train name=mine head=eagle3
+accelerate launch --config_file conf/accelerate/multi_gpu.yaml -m scripts.train name=mine head=eagle3
+
+SIGTERM and SIGINT, of which one process of a launch need be sent it, end the run after the step that is under way and
+save its state; the exit code is then 143 or 130 (under a launcher its own, which is not 0), and the same command goes
+on from there, with the same or another number of processes. A mistake of the user's is 2.
 """
 
 from __future__ import annotations
@@ -84,7 +88,27 @@ def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
             **origin_of(cfg),
         }
         keep_head(cfg, head, target.fingerprint, result, more)
+        for line in outcome(result):
+            say(f"          {line}")
         say(f"          {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s; it is in {folder / 'head'}")
+
+
+def outcome(result: TrainResult) -> list[str]:
+    """What the evaluations of a run decided and cost, in lines to print."""
+    lines = []
+    if result.chosen is not None:
+        chosen = result.chosen
+        last = "nothing" if chosen["last"] is None else f"{chosen['last']:.3f}"
+        lines.append(
+            f"the best of {chosen['evaluations']} evaluations is kept: {chosen['value']:.3f} tokens per round after "
+            f"step {chosen['step']} (the last one: {last})"
+        )
+    if result.stopped_early:
+        lines.append(f"train.patience ended the run after step {result.steps}")
+    if result.evaluation_seconds:
+        share = result.evaluation_seconds / (result.evaluation_seconds + result.seconds)
+        lines.append(f"evaluations took {result.evaluation_seconds:,.0f} s, {share:.0%} of the time with the steps")
+    return lines
 
 
 def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: bool) -> OnEval:
@@ -191,6 +215,9 @@ def keep_head(
         "seconds": round(result.seconds, 1),
         "tokens_per_second": round(result.tokens_per_second, 1),
         "teacher_forced": result.metrics,
+        "chosen": result.chosen,
+        "stopped_early": result.stopped_early,
+        "evaluation_seconds": round(result.evaluation_seconds, 1),
         **more,
     }
     if not is_saved(folder, numbers):

@@ -168,6 +168,13 @@ class _Run:
     def prepare(self, state: dict[str, Any] | None) -> None:
         """Optimizer, schedule and wrapper, then the stored state where there is one."""
         settings = self.settings
+        if settings.gradient_checkpointing:
+            if self.head.recompute is None:
+                raise UserError(
+                    f"train.gradient_checkpointing=true: a {type(self.head).__name__} keeps nothing for its backward "
+                    f"that it could compute again; set it to false."
+                )
+            self.head.recompute = True
         several = self.accelerator.num_processes > 1
         trainee = Trainee(self.head, bf16=settings.mixed_precision == "bf16", distributed=several, mean=settings.mean)
         with warnings.catch_warnings():  # torch has a new name for the option, accelerate not yet
