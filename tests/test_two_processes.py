@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def launch(folder: Path, *values: str, launcher: tuple[str, ...], **more: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
     command = [sys.executable, "-m", *launcher, "-m", "tests.training_toy", str(folder), *values]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 ACCELERATE = ("accelerate.commands.launch", "--cpu", "--num_processes", "2")
