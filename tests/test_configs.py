@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.commands.config.config_args import load_config_from_file
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
@@ -33,7 +32,6 @@ from training.step import GradientStep
 from training.store import FeatureStore
 
 CONF = e2e.ROOT / "conf"
-LAUNCHES = sorted(path.name for path in (CONF / "accelerate").glob("*.yaml"))  # read by accelerate, not by Hydra
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml") if path.parent.name != "accelerate")
 COUNT = 47
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
@@ -55,20 +53,6 @@ def test_all_files_are_found() -> None:
     """A file that is added or lost changes this number, and must be looked at here."""
     assert len(FILES) == COUNT
     assert len(OPTIONS) + len([file for file in FILES if "/" not in file]) == COUNT
-
-
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_a_launch_is_one_that_accelerate_reads(name: str) -> None:
-    """It has no key that accelerate does not know, and shows a command that names it."""
-    path = CONF / "accelerate" / name
-    how = load_config_from_file(str(path))
-    assert how.mixed_precision == "no", "the loop's own is train.mixed_precision"
-    assert (how.num_processes > 1) == (name != "one_gpu.yaml") and how.use_cpu == (name == "cpu.yaml")
-    shown = re.search(
-        rf"^#   accelerate launch --config_file conf/accelerate/{name} .*-m scripts.train (.*)$", path.read_text(), re.M
-    )
-    assert shown is not None
-    e2e.config(*shlex.split(shown[1]))
 
 
 @pytest.mark.parametrize(("group", "name"), OPTIONS)
@@ -372,11 +356,6 @@ def test_the_layers_of_the_target_go_before_training(
     monkeypatch.setattr("training.loop.train", looked_at)
     with pytest.raises(RuntimeError, match=f"gone: {gone}"):
         train.run(e2e.config(*overrides(place, *more)))
-
-
-def test_the_name_of_the_optimizer_is_checked() -> None:
-    with pytest.raises(ValueError, match="optim.name=sgd is unknown"):
-        build(e2e.config("optim.name=sgd"), "optim")
 
 
 EVERY_HEAD = {
