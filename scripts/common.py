@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from scripts.settings import build, check_call, check_start, plain
+from training.processes import PeerFailed, Peers
 
 if TYPE_CHECKING:  # torch and transformers take seconds; a first line of output must not wait for them
     from heads.base import DraftHead
@@ -114,6 +115,8 @@ def _attempt(main: Callable[[DictConfig], None], cfg: DictConfig, launched: bool
     try:
         check_start(cfg, launched)
         main(cfg)
+    except PeerFailed:  # the process that failed says why
+        return USER_ERROR
     except UserError as error:
         return _fail(str(error))
     except OmegaConfBaseException as error:
@@ -156,6 +159,20 @@ def _phrase(error: Exception) -> str:
         return f"{lines[0]}; give it on the command line."
     told = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
     return f"{' '.join(told).removesuffix('.')}."
+
+
+def is_main() -> bool:
+    """Whether this is the process of a launch that speaks for all."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def launched_peers(cfg: DictConfig) -> Peers:
+    """The processes that `accelerate launch` started, or this one alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Peers()
+    import torch
+
+    return Peers.of_launch(cpu=not torch.cuda.is_available() or str(cfg.target.device) == "cpu")
 
 
 def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from scripts.common import load_target, script
-from scripts.settings import build, generation_settings, train_settings
+from scripts.settings import build, generation_settings, storage_settings, train_settings
 
 if TYPE_CHECKING:
     from heads.target import FrozenTarget
@@ -80,6 +80,7 @@ def examine(cfg: DictConfig) -> Iterator[Section]:
         settings,
         features=None if store is not None or settings.conversations else Path(cfg.features_dir),
         chosen=chosen,
+        storage=storage_settings(cfg),
     )
 
 

@@ -97,7 +97,7 @@ def _trained(cfg: DictConfig, folder: Path) -> tuple[DraftHead, TrainResult, lis
     parameters = sum(one.numel() for one in joint.parameters() if one.requires_grad)
     print(f"          {parameters / 1e6:.1f} M parameters learn, those of the head included", flush=True)
     stage1 = {
-        "features": store.manifest["shards"],
+        "features": store.identity,
         "target": target.fingerprint,
         "stage1": read_facts(cfg.head_dir)["sha256"],
     }
@@ -121,7 +121,8 @@ def _answers(cfg: DictConfig, target: FrozenTarget) -> list[TargetFeatures]:
     from eval.suite import spread
     from heads.artifact import UserError
     from scripts.prompts import held_out_requests
-    from training.regenerate import answer_batch, as_features
+    from training.regenerate import answer_batch
+    from training.states import as_features
 
     how = replace(generation_settings(cfg), temperature=0.0, top_p=1.0)
     prompts = [request.prompt for request in spread(held_out_requests(cfg), cfg.medusa2.held_out)]

@@ -21,6 +21,7 @@ from scripts.ranges import check_config
 if TYPE_CHECKING:
     from training.regenerate import Generation
     from training.settings import TrainSettings
+    from training.store import Storage
 
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -30,6 +31,7 @@ _WORDS: dict[Any, str] = {
     types.NoneType: "null",
     Any: "a value",
 }
+ANSWERS = ("regenerate", "logged")
 _ABOUT_CALLS = ("_target_", "_convert_", "_partial_", "_recursive_")
 _OF_BUILDING = {
     "head": {"draft_vocab_size": int | None, "from_target": bool},
@@ -61,7 +63,8 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
     if not launched and int(processes) > 1:
         raise UserError(
             f"{sys.argv[0]} was started as one of {processes} processes, but it runs as one; "
-            f"start it with `python -m`, and only scripts.train with `accelerate launch`."
+            f"start it with `python -m`, and only scripts.collect, scripts.train and scripts.pipeline with "
+            f"`accelerate launch`."
         )
     check_value("seed", cfg.seed, int)
     if not 0 <= cfg.seed < 2**32:
@@ -72,11 +75,15 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
             f"name={'null' if cfg.name is None else cfg.name} cannot name a run under runs/; give a word such as "
             f"name=mine (parts between / may not be empty, . or ..), or run_dir=<folder> for another place."
         )
-    for name in ("run_dir", "head_dir", "traffic_dir", "features_dir"):
+    for name in ("run_dir", "head_dir", "traffic_dir", "features_dir", "features_cache"):
         check_value(name, cfg[name], str)
         if not cfg[name].strip():
             raise UserError(f"{name}= is empty; give a folder such as {name}=runs/mine, or leave it out.")
-    check_value("collect.taps", plain(cfg.collect)["taps"], list[int])
+    check_value("verify", cfg.verify, bool)
+    for key, hint in (("taps", list[int]), ("answers", str), ("verify", bool)):
+        check_value(f"collect.{key}", plain(cfg.collect)[key], hint)
+    if cfg.collect.answers not in ANSWERS:
+        raise UserError(f"collect.answers={cfg.collect.answers} is unknown; choose {' or '.join(ANSWERS)}.")
 
 
 def build(cfg: DictConfig, key: str, **more: Any) -> Any:
@@ -116,6 +123,15 @@ def generation_settings(cfg: DictConfig) -> Generation:
     return Generation(seed=cfg.seed, **values)
 
 
+def storage_settings(cfg: DictConfig) -> Storage:
+    """What the feature store keeps, out of collect."""
+    from training.store import Storage
+
+    values = {name: value for name, value in plain(cfg.collect).items() if name != "taps"}
+    check_call(Storage, "collect", values, besides=("taps",))
+    return Storage(**values)
+
+
 def check_all(cfg: DictConfig) -> None:
     """Refuse whatever can be refused before the first of several long stages begins."""
     from heads.artifact import UserError
@@ -123,6 +139,7 @@ def check_all(cfg: DictConfig) -> None:
 
     train_settings(cfg)
     generation_settings(cfg)
+    storage_settings(cfg)
     build(cfg, "eval", seed=cfg.seed)
     check_call(
         FrozenTarget.load, "target", {name: value for name, value in plain(cfg.target).items() if name != "path"}

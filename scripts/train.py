@@ -11,7 +11,6 @@ on from there, with the same or another number of processes. A mistake of the us
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from scripts.common import build_head, load_target, script
+from scripts.common import build_head, is_main, load_target, script
 from scripts.prompts import held_out_requests
 from scripts.settings import build, plain, train_settings
 
@@ -50,6 +49,7 @@ def run(cfg: DictConfig) -> None:
 
 
 def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
+    from training.live import feature_source
     from training.loop import train
 
     folder, main = Path(cfg.run_dir), is_main()
@@ -59,12 +59,11 @@ def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
     donor = donor_of(cfg, target)
     vocab = choose_vocab(cfg, store, target) if donor is None else donor.vocab
     head = build_head(cfg, target, vocab, donor)
-    store = store.select(head.needs)
     settings = train_settings(cfg)
     check_something_is_left(store, settings.max_length)
     on_eval = None if settings.eval_every is None else evaluation(cfg, head, target, main)
-    if on_eval is None or not main:
-        target.drop_layers()  # the head borrows the rest only; the memory is the training's own
+    # Without its layers the target's memory is the training's own.
+    source = feature_source(store, head.needs, target, keep_layers=on_eval is not None and main)
     parameters = sum(parameter.numel() for parameter in head.parameters())
     covered = vocab.coverage(store.token_counts().supervised_V)
     say(
@@ -73,12 +72,12 @@ def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
     )
     result = train(
         head,
-        store,
+        source,
         settings,
         folder=folder / "head",
         tracker=build(cfg, "tracking", folder=str(folder / "head")),
         on_eval=on_eval,
-        identity={"features": store.manifest["shards"], "target": target.fingerprint, **origin_of(cfg)},
+        identity={"features": source.identity, "target": target.fingerprint, **origin_of(cfg)},
         stream=sys.stderr,
     )
     if main:
@@ -143,19 +142,14 @@ def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: boo
     return on_eval
 
 
-def is_main() -> bool:
-    """Whether this is the process of a launch that speaks for all."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def open_features(cfg: DictConfig) -> FeatureStore:
     """The store of the config, its files compared with their checksums where train.verify says so."""
-    from training.store import FeatureStore
+    from training.remote import open_store
 
     def tell(size: int) -> None:
         print(f"          checking {size / 1e9:.1f} GB of features; train.verify=false skips that", flush=True)
 
-    store = FeatureStore.open(cfg.features_dir)
+    store = open_store(cfg.features_dir, cfg.features_cache)
     if cfg.train.verify and is_main():  # the others wait for it where they first meet
         store.verify(tell)
     return store

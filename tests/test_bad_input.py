@@ -46,11 +46,11 @@ def copied(finished: e2e.Finished, tmp_path: Path) -> e2e.Place:
     return place
 
 
-def test_only_training_is_launched_several_times(
+def test_only_what_shares_its_work_is_launched_several_times(
     refuse: Refuse, finished: e2e.Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "only scripts.train with `accelerate launch`" in refuse(pipeline.run)
+    assert "only scripts.collect, scripts.train and scripts.pipeline with" in refuse(evaluate.run)
     seen: list[DictConfig] = []
     one_sentence(seen.append, launched=True)(e2e.config(*finished.place.overrides))
     assert len(seen) == 1
@@ -220,7 +220,7 @@ def test_features_that_changed_after_they_were_written(refuse: Refuse, copied: e
     data = bytearray(shard.read_bytes())
     data[-3] ^= 1
     shard.write_bytes(data)
-    assert f"{shard.name} changed after it was written; delete what is damaged" in refuse(train.run)
+    assert f"{shard.name} changed after it was written; repeat the command" in refuse(train.run)
     documents = copied.run / "features/documents.jsonl"
     documents.write_text("".join(documents.read_text().splitlines(keepends=True)[:5]))
     sentence = refuse(train.run, "train.verify=false")  # a small file is always compared

@@ -33,7 +33,7 @@ from training.store import FeatureStore
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml") if path.parent.name != "accelerate")
-COUNT = 47
+COUNT = 48
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -109,7 +109,7 @@ def test_comments_name_only_commands_that_compose(file: str) -> None:
     if file.startswith(("traffic/", "experiment/", "bench/", "rival/")):
         assert found, "no command shows how to use it"
     for module, line in found:
-        own = ("advise", "bench", "compare", "doctor", "import_head", "medusa2", "prove", "serve_check")
+        own = ("advise", "bench", "compare", "doctor", "import_head", "medusa2", "prove", "serve_check", "store")
         name = module if module in own else "config"
         for job in jobs(shlex.split(line)):
             e2e.config(*job, name=name)
@@ -493,6 +493,7 @@ def test_every_documented_setting_has_its_test() -> None:
     assert documented("eval/default.yaml", "") == {*EVAL, *DECODING}
     # What rivals holds is tested in test_proposers, push in test_hub.
     top = {"name", "run_dir", "head_dir", "seed", "rivals", "push"}
+    top |= {"features_cache"}  # in test_store_tools
     shared = {"traffic_dir", "features_dir", "stages", "collect"}  # in test_compare
     assert documented("config.yaml", "") == top | shared | {"defaults", "hydra", "generation", "train"}
     assert OmegaConf.is_config(e2e.config())

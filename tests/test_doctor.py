@@ -29,7 +29,7 @@ from training import doctor_answers
 from training.bench import made_up_features
 from training.diagnosis import DoctorSettings, Finding, Sample, Section
 from training.estimate import HeadSizes, Machine, TargetSizes, Workload, estimate, train_flops
-from training.regenerate import Answer
+from training.states import Answer
 from training.store import estimate_bytes
 from training.traffic import Conversation
 

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.nn import functional
 from heads.artifact import UserError
 from heads.base import Committed, DraftHead, FeatureNeeds, LossSums, Proposal, TargetFeatures
 from heads.vocab import DraftVocabulary
+from training.features import truncate
 from training.loop import TrainResult, TrainSettings, train
 from training.optim import OptimSettings
 from training.processes import start_missing_processes
@@ -100,6 +101,9 @@ class ToySource:
         self.pause = pause
         self.unsupervised: set[str] = set()
         self.poisoned: set[str] = set()
+
+    def read_batch(self, refs: Sequence[ToyRef], max_length: int | None) -> list[TargetFeatures]:
+        return [truncate(self.read(ref), max_length) for ref in refs]
 
     def read(self, ref: ToyRef) -> TargetFeatures:
         time.sleep(self.pause)

@@ -20,13 +20,19 @@ from training.chat import ChatEncoder, MaskError
 from training.diagnosis import DoctorSettings, Finding, Sample, Section
 from training.doctor import Prompts
 from training.estimate import HeadSizes, Machine, TargetSizes, Workload, estimate, forward_rate
-from training.regenerate import Answer, Generation, answer_batch
+from training.regenerate import Generation, answer_batch
 from training.settings import TrainSettings
-from training.store import FeatureStore, check_disk
+from training.states import Answer
+from training.store import STORED, FeatureStore, Storage, check_disk
 from training.traffic import Conversation
 
 _BATCH = 8  # prompts that are answered together, or more where more are shown
 _SIZES = (4096, 8192, 16384, 32768)
+_DISK = {
+    STORED: "positions · ((taps + last) · width · bytes + 9)",
+    Storage(dtype="fp8"): "positions · ((taps + last) · (width + 4) + 9): states in FP8 (collect.dtype=fp8)",
+    Storage(states="online"): "positions · 5: states are computed in training (collect.states=online)",
+}
 _ENOUGH = 0.98  # share of the tokens that a draft vocabulary should cover
 
 
@@ -222,6 +228,7 @@ def look_at_cost(
     *,
     features: Path | None,
     chosen: HeadSizes,
+    storage: Storage = STORED,
 ) -> Section:
     """Disk, memory and time, here and on one GPU, for each kind of head (None: not for this target).
 
@@ -235,7 +242,7 @@ def look_at_cost(
         if head is None:
             table.append((name, "not for this target", *[""] * 5))
             continue
-        local, planned = (estimate(sizes, head, work, machine) for machine in (here, gpu))
+        local, planned = (estimate(sizes, head, work, machine, storage) for machine in (here, gpu))
         table.append(
             (
                 name,
@@ -262,16 +269,21 @@ def look_at_cost(
             f"{settings.gpu_memory:g} GB, {settings.gpu_tflops:g} TFLOP/s, a written token costs "
             f"{settings.gpu_generation:g} read ones: assumed, see doctor.gpu_…; the whole target lies on each GPU",
         ),
-        ("disk", "positions · ((taps + last) · width · bytes + 9)"),
+        ("disk", _DISK[storage]),
         ("collect", "2 · parameters · (read + cost · written) / FLOP/s"),
         (
             "train",
             "epochs · written · (6 · M + (6 or 4) · K · W · D + 2 · W · D) / FLOP/s, M: the head's "
-            "matrices in all K passes, W · D: the projection (training/estimate.py)",
+            "matrices in all K passes, W · D: the projection (training/estimate.py)"
+            + (
+                "; and epochs · 2 · parameters · positions / FLOP/s for the states"
+                if storage.states == "online"
+                else ""
+            ),
         ),
     )
     found: list[Finding] = []
-    if not (planned := estimate(sizes, chosen, work, gpu)).fits:
+    if not (planned := estimate(sizes, chosen, work, gpu, storage)).fits:
         found.append(
             Finding(
                 False,
@@ -282,7 +294,7 @@ def look_at_cost(
         )
     if features is not None:
         try:
-            check_disk(features, estimate(sizes, chosen, work, here).disk)
+            check_disk(features, estimate(sizes, chosen, work, here, storage).disk)
         except UserError as error:
             found.append(
                 Finding(

@@ -2,8 +2,11 @@
 
 With n positions (prompts p, answers a), D the target's width, P its parameters in b bytes each, F sustained FLOP/s:
     disk      n · ((taps + last) · D · b + 9)                       states, ids, mask and log-sum-exp
+              n · ((taps + last) · (D + 4) + 9)                     the states in FP8, with their scales
+              n · 5                                                 states computed online: ids and mask
     collect   2 · P · (p + g · a) / F                               g: a generated token in prompt tokens
     train     epochs · a · (6 · M + (6 or 4) · K · W · D + 2 · W · D) / F
+              + epochs · 2 · P · n / F                              states computed online
     memory    collecting: P · b + keys and values of one batch
               training:   P · b + 16 · trained + positions of a step · (states of K passes)
 M are the matrix elements a start goes through in all K passes of the head (of experts those that a token is sent to), W
@@ -25,10 +28,10 @@ from torch import nn
 from heads.base import DraftHead, FeatureNeeds
 from heads.recurrent import SelfFedHead
 from heads.target import FrozenTarget
+from training.store import STORED, Storage
 
-_USABLE = 0.9  # of a GPU's memory; the rest is the allocator's and the runtime's
+USABLE = 0.9  # of a GPU's memory; the rest is the allocator's and the runtime's
 _STATES = 18  # widths D of activations that a decoder block keeps per position and pass, besides 3 of its MLP
-_FIXED = 9  # bytes of ids, mask and log-sum-exp per position
 _PROJECTIONS = ("lm_head", "lm_heads")  # what heads call a vocabulary projection of their own
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")  # as families call it
 
@@ -154,17 +157,21 @@ class Estimate:
         return max(self.collect_memory, self.train_memory)
 
 
-def estimate(target: TargetSizes, head: HeadSizes, work: Workload, machine: Machine) -> Estimate:
+def estimate(
+    target: TargetSizes, head: HeadSizes, work: Workload, machine: Machine, storage: Storage = STORED
+) -> Estimate:
     """The module's formula."""
-    states = len(head.needs.taps) + head.needs.last
-    disk = (work.prompt_tokens + work.answer_tokens) * (states * target.hidden * target.itemsize + _FIXED)
+    states, positions = len(head.needs.taps) + head.needs.last, work.prompt_tokens + work.answer_tokens
+    disk = positions * storage.position_bytes(head.needs, target.hidden, target.itemsize)
     weights = target.parameters * target.itemsize
     collect_memory = weights + work.batch_positions * target.keys * target.itemsize
     per_position = (head.depth * (_STATES * target.hidden + 3 * target.inner) + states * target.hidden) * 4
     train_memory = weights + 16 * head.trained + work.step_positions * per_position
     collect = 2 * target.body * (work.prompt_tokens + machine.generated * work.answer_tokens) / machine.flops
     train = work.epochs * work.answer_tokens * train_flops(target, head) / machine.flops
-    fits = machine.memory is None or max(collect_memory, train_memory) <= _USABLE * machine.memory
+    if storage.states == "online":
+        train += work.epochs * 2 * target.body * positions / machine.flops
+    fits = machine.memory is None or max(collect_memory, train_memory) <= USABLE * machine.memory
     return Estimate(disk, collect_memory, train_memory, collect, train, fits)
 
 

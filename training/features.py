@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -39,12 +39,13 @@ class DocumentRef(Protocol):
 
 
 class FeatureSource(Protocol):
-    """Where documents come from: a list of references in a stable order, and a way to read one of them."""
+    """Where documents come from: a list of references in a stable order, and a way to read some of them."""
 
     @property
     def documents(self) -> Sequence[DocumentRef]: ...
 
-    def read(self, ref: DocumentRef) -> TargetFeatures: ...
+    def read_batch(self, refs: Sequence[Any], max_length: int | None) -> Sequence[TargetFeatures]:
+        """The documents of these references, cut at `max_length`."""
 
 
 Batch = tuple[DocumentRef, ...]
@@ -144,7 +145,7 @@ class BatchPlan:
         """Read and pack a micro-batch; None when nothing in it is supervised."""
         if not batch:
             return None
-        features = pack([truncate(source.read(ref), self.max_length) for ref in batch])
+        features = pack(source.read_batch(batch, self.max_length))
         return features if bool(features.supervised_T.any()) else None
 
 

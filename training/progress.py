@@ -14,14 +14,16 @@ _EVERY = 15.0  # seconds between two lines where there is no terminal
 
 
 class Progress:
-    """Counts units done out of `total` and tokens per second, on standard error; a context manager."""
+    """Counts units done out of `total` and tokens per second, on standard error unless not `shown`; a context
+    manager."""
 
-    def __init__(self, *, total: int, label: str) -> None:
+    def __init__(self, *, total: int, label: str, shown: bool = True) -> None:
         self._total, self._label = total, label
         self._done, self._worked, self._tokens, self._seconds = 0, 0, 0, 0.0
         self._next_line = time.monotonic() + _EVERY
         self._bar: Bar | None = None
-        if sys.stderr.isatty():
+        self._shown = shown
+        if shown and sys.stderr.isatty():
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -69,6 +71,8 @@ class Progress:
             self._next_line = time.monotonic() + _EVERY
 
     def _line(self, ending: str) -> None:
+        if not self._shown:
+            return
         sys.stderr.write(f"{self._label} {self._done}/{self._total}  {self._rate():.0f} tokens/s  {ending}\n")
         sys.stderr.flush()
 

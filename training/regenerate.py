@@ -11,21 +11,17 @@ why.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig
 
 from heads.artifact import UserError
-from heads.base import TargetFeatures
 from heads.cache import growing_cache
 from heads.target import FrozenTarget
-
-_LOGITS_CHUNK = 1024  # positions whose logits over the whole vocabulary exist at the same time
+from training.states import Answer, check_finite, log_sum_exp, thinned, with_zero_row
 
 
 @dataclass(frozen=True)
@@ -58,22 +54,6 @@ class Generation:
                 raise UserError(f"generation.{name}={self.__dict__[name]} is not allowed; choose a value {rule}.")
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One answered prompt: ids_T is prompt + answer, its last row of states is zero.
-
-    finish_reason: "stop" when the answer ended itself (its end token is the last id), else "length". lse_T is
-    valid at the generated positions and the one before them.
-    """
-
-    ids_T: Tensor
-    answer_start: int
-    finish_reason: str
-    taps_TE: Tensor
-    last_TD: Tensor
-    lse_T: Tensor
-
-
 @torch.inference_mode()
 def answer_batch(
     target: FrozenTarget,
@@ -92,7 +72,7 @@ def answer_batch(
     ids = [[0] * left + list(prompt) for left, prompt in zip(padding, prompts, strict=True)]
     mask = [[0] * left + [1] * len(prompt) for left, prompt in zip(padding, prompts, strict=True)]
     devices = [target.device] if target.device.type == "cuda" else []
-    with _thinned(target, taps), torch.random.fork_rng(devices=devices):
+    with thinned(target, taps), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         result: Any = target.model.generate(
             inputs=torch.tensor(ids, device=target.device),
@@ -113,27 +93,12 @@ def answer_batch(
                 ids_T=result.sequences[row, left:end].cpu(),
                 answer_start=longest - left,
                 finish_reason="length" if stop is None else "stop",
-                taps_TE=_with_zero_row(taps_BTE[row, left : end - 1]),
-                last_TD=_with_zero_row(last_BTD[row, left : end - 1]),
-                lse_T=_log_sum_exp(target, last_BTD[row, left : end - 1], start=longest - left - 1),
+                taps_TE=with_zero_row(taps_BTE[row, left : end - 1]),
+                last_TD=with_zero_row(last_BTD[row, left : end - 1]),
+                lse_T=log_sum_exp(target, last_BTD[row, left : end - 1], start=longest - left - 1),
             )
         )
-    if not all(bool(answer.lse_T.isfinite().all()) for answer in answers):
-        raise RuntimeError("the target's states are not finite")
-    return answers
-
-
-def as_features(answer: Answer) -> TargetFeatures:
-    """An answer as features of one document."""
-    slot_T = torch.arange(len(answer.ids_T))
-    return TargetFeatures(
-        ids_T=answer.ids_T,
-        supervised_T=slot_T >= answer.answer_start,
-        lengths=(len(answer.ids_T),),
-        taps_TE=answer.taps_TE,
-        last_TD=answer.last_TD,
-        lse_T=answer.lse_T,
-    )
+    return check_finite(answers)
 
 
 def _config(target: FrozenTarget, generation: Generation) -> GenerationConfig:
@@ -149,46 +114,3 @@ def _config(target: FrozenTarget, generation: Generation) -> GenerationConfig:
         output_hidden_states=True,
         **draws,
     )
-
-
-@contextmanager
-def _thinned(target: FrozenTarget, taps: Sequence[int]) -> Iterator[None]:
-    """Within, the target's forward hands on only the states that are wanted, as (taps_BTE, last_BTD), so that
-    `generate` does not pile up those of all layers; and the generation settings that came with it are out of
-    force."""
-
-    def keep_wanted(_module: Any, _args: Any, output: Any) -> Any:
-        last_BTD = output.last_hidden_state
-        tapped = [output.hidden_states[tap] for tap in taps]
-        output.hidden_states = (torch.cat(tapped, dim=-1) if tapped else last_BTD[..., :0], last_BTD)
-        return output
-
-    def lay_out(_module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # The state of the last position is a slice of all of them; a product with such a slice would copy the
-        # vocabulary projection once per row (torch 2.13 on CPU).
-        return (args[0].contiguous(), *args[1:])
-
-    hooks = [
-        target.model.base_model.register_forward_hook(keep_wanted),
-        target.model.get_output_embeddings().register_forward_pre_hook(lay_out),
-    ]
-    try:
-        with target.settings_aside():
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _with_zero_row(states: Tensor) -> Tensor:
-    return torch.cat([states, states.new_zeros(1, states.shape[1])]).cpu()
-
-
-def _log_sum_exp(target: FrozenTarget, last_SD: Tensor, *, start: int) -> Tensor:
-    """fp32 log-sum-exp of the target's logits at positions from `start` on; zeros before, and one more at the
-    end."""
-    lse_T = torch.zeros(len(last_SD) + 1, dtype=torch.float32)
-    for begin in range(start, len(last_SD), _LOGITS_CHUNK):
-        chunk = last_SD[begin : begin + _LOGITS_CHUNK]
-        lse_T[begin : begin + len(chunk)] = target.logits(chunk).float().logsumexp(dim=-1).cpu()
-    return lse_T

@@ -6,7 +6,9 @@ shard is `shard-00000.safetensors` (tensors of all its documents one after the o
 its tensors, so whatever is there after a crash is either complete or is made again. `manifest.json` comes
 last. Per position a shard holds
     ids int32, supervised uint8, taps [T, E], last [T, D] (the target's dtype), lse float32,
-where the last position of a document has zeros for states: nothing is predicted from it.
+where the last position of a document has zeros for states: nothing is predicted from it. With `Storage.dtype="fp8"`
+the states are FP8, with scales taps_scale [T, taps] and last_scale [T, 1]; with `Storage.states="online"` a shard holds
+ids and supervised only.
 
 The module does not know where documents come from or what the states mean.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,10 +30,48 @@ from torch import Tensor
 
 from heads.artifact import UserError, read_manifest, sha256_file
 from heads.base import FeatureNeeds, TargetFeatures
+from training.features import truncate
+from training.fp8 import from_fp8
 
 DOCUMENTS, COUNTS = "documents.jsonl", "token_counts.safetensors"
+_IDS, _LSE, _SCALE = 4 + 1, 4, 4  # bytes of a position's id and mask, of its log-sum-exp, of an FP8 state's scale
 _LARGE = 1_000_000_000  # bytes whose reading takes a user's notice
 _OPEN_SHARDS = 64  # mapped at the same time; the operating system's limit on open files is often 1,024
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What of the target's states a store keeps: `stored`, or `online`, none of them; in the dtype that the `target`
+    computes them in, or as `fp8`."""
+
+    states: str = "stored"
+    dtype: str = "target"
+
+    def __post_init__(self) -> None:
+        for name, choices in (("states", ("stored", "online")), ("dtype", ("target", "fp8"))):
+            if (value := getattr(self, name)) not in choices:
+                raise UserError(f"collect.{name}={value} is unknown; choose {' or '.join(choices)}.")
+        if self.states == "online" and self.dtype != "target":
+            raise UserError(
+                f"collect.dtype={self.dtype} says how states are stored, but collect.states=online stores none; leave "
+                f"one of them out."
+            )
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Storage:
+        """That of a store, out of its manifest or of the settings it was begun with."""
+        return cls(**settings.get("collect", {}))
+
+    def position_bytes(self, needs: FeatureNeeds, hidden_size: int, itemsize: int) -> int:
+        """Bytes of one position; itemsize: of the target's dtype."""
+        states = len(needs.taps) + needs.last
+        if self.states == "online":
+            return _IDS
+        width = hidden_size + _SCALE if self.dtype == "fp8" else hidden_size * itemsize
+        return states * width + _IDS + _LSE
+
+
+STORED = Storage()
 
 
 @dataclass(frozen=True)
@@ -56,10 +96,11 @@ class TokenCounts(NamedTuple):
     prompt_V: Tensor
 
 
-def estimate_bytes(needs: FeatureNeeds, tokens: int, *, hidden_size: int, dtype: torch.dtype) -> int:
+def estimate_bytes(
+    needs: FeatureNeeds, tokens: int, *, hidden_size: int, dtype: torch.dtype, storage: Storage = STORED
+) -> int:
     """Size on disk of a store of `tokens` positions, indexes not counted."""
-    width = (len(needs.taps) + needs.last) * hidden_size
-    return tokens * (width * dtype.itemsize + 4 + 1 + 4)
+    return tokens * storage.position_bytes(needs, hidden_size, dtype.itemsize)
 
 
 def stored_needs(settings: Mapping[str, Any]) -> FeatureNeeds:
@@ -96,25 +137,46 @@ def missing_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 class FeatureStore:
     """A finished store, read by mapping its shards into memory. Open it with `FeatureStore.open`."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], documents: list[DocumentRef]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: dict[str, Any],
+        documents: list[DocumentRef],
+        fetch: Callable[[str], None] | None = None,
+    ) -> None:
         self.folder = folder
+        self.fetch = fetch  # brings a shard's file, which is not here yet, and compares it with its checksum
         self.manifest = manifest
         self.documents = documents
         self.needs = stored_needs(manifest)  # what `read` gives; `select` narrows it
+        self.storage = Storage.of(manifest)
         self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._map)
 
     @classmethod
-    def open(cls, folder: str | Path) -> FeatureStore:
-        """Raises UserError when the store is unfinished, a file is missing, or one of those beside the shards is not
-        the one that was written; for the shards themselves see `verify`."""
+    def open(cls, folder: str | Path, fetch: Callable[[str], None] | None = None) -> FeatureStore:
+        """fetch: brings the file of a shard that is not here; without it all are here.
+
+        Raises UserError when the store is unfinished, a file is missing, or one of those beside the shards is not the
+        one that was written; for the shards themselves see `verify`.
+        """
         folder = Path(folder)
         manifest = read_manifest(folder, "features")
-        if missing := missing_files(folder, manifest):
-            raise UserError(f"{folder} lacks {', '.join(missing)}; {_REPEAT}")
+        if fetch is None and (missing := missing_files(folder, manifest)):
+            raise DamagedStore(f"{folder} lacks {', '.join(missing)}; {_REPEAT}", missing)
         _compare(folder, manifest["files"])
         with open(folder / DOCUMENTS, encoding="utf-8") as file:
             documents = [DocumentRef(**json.loads(line)) for line in file]
-        return cls(folder, manifest, documents)
+        return cls(folder, manifest, documents, fetch)
+
+    @property
+    def online(self) -> bool:
+        """Whether it holds no states, so that the target must compute them."""
+        return self.storage.states == "online"
+
+    @property
+    def identity(self) -> Any:
+        """What decides the features: checksums of all shards."""
+        return self.manifest["shards"]
 
     def select(self, needs: FeatureNeeds) -> FeatureStore:
         """The same documents with the states that one head needs, nothing else of them being read.
@@ -122,6 +184,11 @@ class FeatureStore:
         Raises UserError, naming what is missing, when the store was not collected for such a head.
         """
         there = stored_needs(self.manifest)
+        if self.online:
+            raise UserError(
+                f"{self.folder} holds no states (collect.states=online), and they are needed here; collect again under "
+                f"another name= with collect.states=stored."
+            )
         if not needs.within(there):
             missing = sorted(set(needs.taps) - set(there.taps))
             what = f"the taps {missing}" if missing else "the state after the final norm"
@@ -129,64 +196,99 @@ class FeatureStore:
                 f"{self.folder} lacks {what} of what the head needs (it holds the taps {list(there.taps)}); set "
                 f"head.taps= to some of these, or collect again under another name= with collect.taps={missing}."
             )
-        selected = FeatureStore(self.folder, self.manifest, self.documents)
+        selected = FeatureStore(self.folder, self.manifest, self.documents, self.fetch)
         selected.needs = needs
         return selected
 
     def read(self, ref: DocumentRef) -> TargetFeatures:
         """One document; only its own positions and the needed states are read from the disk. States that are not
-        needed have width 0."""
-        shard, end = self._shard(ref.shard), ref.offset + ref.length
+        needed have width 0; a store without states gives none, and zeros for the log-sum-exp."""
+        shard, rows = self._shard(ref.shard), slice(ref.offset, ref.offset + ref.length)
         stored = stored_needs(self.manifest).taps
-
-        def part(name: str) -> Tensor:
-            values: Tensor = shard.get_slice(name)[ref.offset : end]
-            return values
-
-        def taps() -> Tensor:
-            if self.needs.taps == stored:
-                return part("taps")
-            columns = shard.get_slice("taps")
-            width = columns.get_shape()[1] // len(stored)
-            first = [stored.index(tap) * width for tap in self.needs.taps]
-            return torch.cat([columns[ref.offset : end, column : column + width] for column in first], 1)
-
-        lse_T = part("lse")
+        chosen = [stored.index(tap) for tap in self.needs.taps]
+        lse_T = torch.zeros(ref.length) if self.online else shard.get_slice("lse")[rows]
         none = lse_T.new_empty(ref.length, 0)
         return TargetFeatures(
-            ids_T=part("ids").long(),
-            supervised_T=part("supervised").bool(),
+            ids_T=shard.get_slice("ids")[rows].long(),
+            supervised_T=shard.get_slice("supervised")[rows].bool(),
             lengths=(ref.length,),
-            taps_TE=taps() if self.needs.taps else none,
-            last_TD=part("last") if self.needs.last else none,
+            taps_TE=self._states(shard, "taps", rows, chosen, len(stored)) if chosen else none,
+            last_TD=self._states(shard, "last", rows, [0], 1) if self.needs.last else none,
             lse_T=lse_T,
         )
 
+    def read_batch(self, refs: Sequence[DocumentRef], max_length: int | None) -> list[TargetFeatures]:
+        """Several documents, cut at `max_length`."""
+        return [truncate(self.read(ref), max_length) for ref in refs]
+
+    def _states(self, shard: Any, name: str, rows: slice, chosen: Sequence[int], count: int) -> Tensor:
+        """Those `chosen` of the `count` states that lie side by side under this name."""
+        columns = shard.get_slice(name)
+        width = columns.get_shape()[1] // count
+        if list(chosen) == list(range(count)):
+            values: Tensor = columns[rows]
+        else:
+            values = torch.cat([columns[rows, one * width : (one + 1) * width] for one in chosen], 1)
+        if self.storage.dtype != "fp8":
+            return values
+        scale_TS = shard.get_slice(f"{name}_scale")[rows][:, list(chosen)]
+        return from_fp8(values, scale_TS, getattr(torch, self.manifest["dtype"]))
+
     def _map(self, name: str) -> Any:
+        path = self.folder / f"{name}.safetensors"
+        if self.fetch is not None and not path.is_file():
+            self.fetch(path.name)
         try:
-            return safe_open(self.folder / f"{name}.safetensors", framework="pt")
+            return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise UserError(f"{name}.safetensors of {self.folder} cannot be read ({error}); {_REPEAT}") from error
+
+    def _is_here(self, name: str) -> bool:
+        return (self.folder / f"{name}.safetensors").is_file()
 
     def token_counts(self) -> TokenCounts:
         """Token counts over all documents, for choosing a draft vocabulary."""
         return TokenCounts(**load_file(self.folder / COUNTS))
 
     def verify(self, large: Callable[[int], None] = lambda size: None) -> None:
-        """Read every file once. Raises UserError naming each whose bytes are not what was written.
+        """Read every file that is here once. Raises UserError naming each whose bytes are not what was written.
 
         large: told the bytes of the shards before, when reading them takes a while.
         """
-        shards = self.manifest["shards"]
-        if (size := sum(shard["bytes"] for shard in shards)) >= _LARGE:
-            large(size)
-        _compare(self.folder, {f"{one['name']}.safetensors": one["sha256"] for one in shards} | self.manifest["files"])
+        shards = [one for one in self.manifest["shards"] if self.fetch is None or self._is_here(one["name"])]
+        _check_files(self.folder, self.manifest, shards, large)
+
+
+class DamagedStore(UserError):
+    """Files of a finished store are missing or are not what was written; `files` are their names."""
+
+    def __init__(self, sentence: str, files: Sequence[str]) -> None:
+        super().__init__(sentence)
+        self.files = tuple(files)
+
+
+def verify(folder: str | Path, large: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
+    """Compare every file of a finished store with its checksum, and return its manifest; `large` as in
+    `FeatureStore.verify`. Raises DamagedStore naming each that is missing or changed, UserError without a store."""
+    folder = Path(folder)
+    manifest = read_manifest(folder, "features")
+    _check_files(folder, manifest, manifest["shards"], large)
+    return manifest
+
+
+def _check_files(
+    folder: Path, manifest: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], large: Callable[[int], None]
+) -> None:
+    if (size := sum(shard["bytes"] for shard in shards)) >= _LARGE:
+        large(size)
+    _compare(folder, {f"{one['name']}.safetensors": one["sha256"] for one in shards} | manifest["files"])
 
 
 def _compare(folder: Path, sums: Mapping[str, str]) -> None:
-    """Raises UserError naming the files of a store whose SHA-256 is another one."""
-    if bad := [name for name, sha256 in sums.items() if sha256_file(folder / name) != sha256]:
-        raise UserError(f"{folder} is damaged: {', '.join(bad)} changed after it was written; {_REPEAT}")
+    """Raises DamagedStore naming the files of a store whose SHA-256 is another one."""
+    bad = [name for name, sum_ in sums.items() if not (folder / name).is_file() or sha256_file(folder / name) != sum_]
+    if bad:
+        raise DamagedStore(f"{folder} is damaged: {', '.join(bad)} changed after it was written; {_REPEAT}", bad)
 
 
-_REPEAT = "delete what is damaged and repeat the command that made the store, which makes only that part again."
+_REPEAT = "repeat the command that made the store, which makes only that part again."

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +27,28 @@ from heads.artifact import (
     UserError,
     read_json,
     read_manifest,
+    seal_holds,
+    sealed,
     sha256_file,
     write_atomic,
     write_json,
     write_manifest,
 )
 from heads.base import FeatureNeeds
-from training.store import COUNTS, DOCUMENTS, DocumentRef, TokenCounts, missing_files, stored_needs
+from training.fp8 import to_fp8
+from training.store import (
+    COUNTS,
+    DOCUMENTS,
+    DamagedStore,
+    DocumentRef,
+    Storage,
+    TokenCounts,
+    missing_files,
+    stored_needs,
+    verify,
+)
+
+logger = logging.getLogger(__name__)
 
 SETTINGS, ANSWERS, QUARANTINE = "settings.json", "answers.jsonl", "quarantine.jsonl"
 
@@ -39,7 +57,7 @@ SETTINGS, ANSWERS, QUARANTINE = "settings.json", "answers.jsonl", "quarantine.js
 class Document:
     """One document on its way into the store. Tokens from `answer_start` on were generated.
 
-    taps_TE and last_TD are None where the store does not need them.
+    taps_TE, last_TD and lse_T are None where the store does not need them.
     """
 
     conversation: str
@@ -51,7 +69,7 @@ class Document:
     text: str
     taps_TE: Tensor | None
     last_TD: Tensor | None
-    lse_T: Tensor
+    lse_T: Tensor | None
 
 
 def wider_needs(folder: str | Path, needs: FeatureNeeds) -> FeatureNeeds:
@@ -62,7 +80,10 @@ def wider_needs(folder: str | Path, needs: FeatureNeeds) -> FeatureNeeds:
     path = Path(folder) / SETTINGS
     if not path.is_file():
         return needs
-    begun = stored_needs(_begun(path))
+    settings = begun_with(path)
+    begun = stored_needs(settings)
+    if Storage.of(settings).states == "online":  # to be refused as what it is, not for its taps
+        return needs
     if missing := sorted(set(needs.taps) - set(begun.taps)):
         raise UserError(
             f"{folder} holds features with the taps {list(begun.taps)}, but {missing} are asked for too; choose "
@@ -71,7 +92,7 @@ def wider_needs(folder: str | Path, needs: FeatureNeeds) -> FeatureNeeds:
     return begun if needs.within(begun) else needs
 
 
-def _begun(path: Path) -> dict[str, Any]:
+def begun_with(path: Path) -> dict[str, Any]:
     """The settings a folder was begun with. Raises UserError when they are damaged."""
     again = f"delete {path.parent} and collect again"
     settings = read_json(path, "what the features were begun with", again, needed=("needs", "target"))
@@ -82,10 +103,13 @@ def _begun(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _index(path: Path) -> dict[str, Any]:
+def read_index(path: Path) -> dict[str, Any]:
     """The index of a shard. Raises UserError when it is damaged."""
     again = "delete it and collect again, which makes only that part again"
-    return read_json(path, "the index of a shard", again, needed=("key", "failed", "sha256", "bytes", "documents"))
+    index = read_json(path, "the index of a shard", again, needed=("key", "failed", "sha256", "bytes", "documents"))
+    if not seal_holds(index):
+        raise UserError(f"{path}, the index of a shard, is damaged: it changed after it was written; {again}.")
+    return index
 
 
 class StoreWriter:
@@ -101,12 +125,13 @@ class StoreWriter:
         if found - {SETTINGS}:
             if SETTINGS not in found:
                 raise UserError(f"{self.folder} is not empty and holds no features; choose another name= or delete it.")
-            self._compare(_begun(path))
+            self._compare(begun_with(path))
         else:
             write_json(path, self.settings)
 
     def _compare(self, found: dict[str, Any]) -> None:
-        before, now = _flat(found), _flat(self.settings)
+        usual = flat({"collect": asdict(Storage())})  # of a folder that was begun before there was a choice
+        before, now = usual | flat(found), usual | flat(self.settings)
         for key in [*now, *before]:
             if key != "target.name" and before.get(key) != now.get(key):
                 raise UserError(
@@ -114,12 +139,19 @@ class StoreWriter:
                     f"asked for now; choose another name= or delete {self.folder}."
                 )
 
-    def finished(self) -> dict[str, Any] | None:
-        """The manifest when the store is complete (files there, with their sizes), else None."""
+    def finished(self, *, verified: bool = False) -> dict[str, Any] | None:
+        """The manifest when the store is complete (files there, with their sizes), else None; verified: whether their
+        checksums are compared too, and a store that does not have them is none."""
         if not (self.folder / MANIFEST).is_file():
             return None
         manifest = read_manifest(self.folder, "features")
-        return None if missing_files(self.folder, manifest) else manifest
+        if missing_files(self.folder, manifest):
+            return None
+        try:
+            return verify(self.folder) if verified else manifest
+        except DamagedStore as error:
+            logger.warning("%s: damaged and made again: %s", self.folder, ", ".join(error.files))
+            return None
 
     def shard(self, name: str, key: Sequence[str]) -> dict[str, Any] | None:
         """The index of a shard that is there, whole and made from `key`; None when it must be made."""
@@ -127,7 +159,7 @@ class StoreWriter:
         if not index_path.is_file():
             return None
         try:
-            index = _index(index_path)
+            index = read_index(index_path)
         except UserError:  # cut off or damaged: made again
             return None
         if index["key"] != list(key):
@@ -143,20 +175,57 @@ class StoreWriter:
         key: the requests it answers; failed: those that gave no document, with the reason.
         Raises UserError when the disk is full; the store can be continued all the same.
         """
-        index: dict[str, Any] = {
-            "key": list(key),
-            "failed": dict(failed),
-            "sha256": "",
-            "bytes": 0,
-            "documents": [],
-        }
-        if documents:
-            data = save(_tensors(documents))
-            write_atomic(self.folder / f"{name}.safetensors", data)
-            sha256 = hashlib.sha256(data).hexdigest()
-            index |= {"sha256": sha256, "bytes": len(data), "documents": _rows(name, documents)}
+        if not documents:
+            return self._write_index(name, key, failed=failed)
+        return self.add_tensors(name, key, _tensors(documents, self.settings), _rows(name, documents), failed)
+
+    def add_tensors(
+        self,
+        name: str,
+        key: Sequence[str],
+        tensors: Mapping[str, Tensor],
+        rows: Sequence[Mapping[str, Any]],
+        failed: Mapping[str, str],
+    ) -> dict[str, Any]:
+        """`add` for documents that are rows of an index and tensors already."""
+        data = save(dict(tensors))
+        write_atomic(self.folder / f"{name}.safetensors", data)
+        sha256 = hashlib.sha256(data).hexdigest()
+        return self._write_index(name, key, sha256=sha256, size=len(data), rows=rows, failed=failed)
+
+    def adopt(self, name: str, key: Sequence[str], path: Path, index: Mapping[str, Any]) -> dict[str, Any]:
+        """Take over the shard at `path` of another store, with its index: linked where the disk allows, else copied."""
+        own = self.folder / f"{name}.safetensors"
+        own.unlink(missing_ok=True)
+        try:
+            os.link(path, own)
+        except OSError:
+            shutil.copyfile(path, own)
+        rows = [{**row, "shard": name} for row in index["documents"]]
+        return self._write_index(name, key, sha256=index["sha256"], size=index["bytes"], rows=rows)
+
+    def _write_index(
+        self,
+        name: str,
+        key: Sequence[str],
+        *,
+        sha256: str = "",
+        size: int = 0,
+        rows: Sequence[Mapping[str, Any]] = (),
+        failed: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        own = {"key": list(key), "failed": dict(failed or {})}
+        index = sealed({**own, "sha256": sha256, "bytes": size, "documents": list(rows)})
         write_json(self.folder / f"{name}.json", index)
         return index
+
+    def index(self, name: str) -> dict[str, Any]:
+        """The index of a shard that is there. Raises UserError when it is damaged."""
+        return read_index(self.folder / f"{name}.json")
+
+    def has(self, name: str) -> bool:
+        """Whether a shard of this name is there, whole or not."""
+        return (self.folder / f"{name}.json").is_file()
 
     def finish(
         self,
@@ -168,7 +237,7 @@ class StoreWriter:
         config: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Join the indexes of all shards, count tokens and write the manifest, which is returned."""
-        indexes = {name: _index(self.folder / f"{name}.json") for name in names}
+        indexes = {name: self.index(name) for name in names}
         rows = sorted((row for index in indexes.values() for row in index["documents"]), key=lambda row: row["id"])
         answers = [
             {key: row[key] for key in ("id", "conversation", "turn", "text", "finish_reason", "tokens")} for row in rows
@@ -205,25 +274,32 @@ class StoreWriter:
         return write_manifest(self.folder, "features", manifest, config)
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names."""
     result: dict[str, Any] = {}
     for key, value in settings.items():
-        result |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        result |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return result
 
 
-def _tensors(documents: Sequence[Document]) -> dict[str, Tensor]:
+def _tensors(documents: Sequence[Document], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What a shard holds, as `training.store` says."""
     supervised = [torch.arange(len(document.ids_T)) >= document.answer_start for document in documents]
     tensors = {
         "ids": torch.cat([document.ids_T for document in documents]).to(torch.int32),
         "supervised": torch.cat(supervised).to(torch.uint8),
-        "lse": torch.cat([document.lse_T for document in documents]).to(torch.float32),
     }
+    lse = [document.lse_T for document in documents if document.lse_T is not None]
+    if lse:
+        tensors["lse"] = torch.cat(lse).to(torch.float32)
     taps = [document.taps_TE for document in documents if document.taps_TE is not None]
     last = [document.last_TD for document in documents if document.last_TD is not None]
-    for name, states in (("taps", taps), ("last", last)):
-        if states:
-            tensors[name] = torch.cat(states).contiguous()
+    for name, states, count in (("taps", taps, len(stored_needs(settings).taps)), ("last", last, 1)):
+        if not states:
+            continue
+        tensors[name] = torch.cat(states).contiguous()
+        if Storage.of(settings).dtype == "fp8":
+            tensors[name], tensors[f"{name}_scale"] = to_fp8(tensors[name], count)
     return tensors
 
 

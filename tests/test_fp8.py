@@ -1,0 +1,58 @@
+"""States in 8 bits are the states up to the format's rounding, in half the bytes of bf16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.base import FeatureNeeds
+from tests.test_store import NEEDS, VOCABULARY, WIDTH, documents, settings
+from training.fp8 import from_fp8, to_fp8
+from training.store import FeatureStore, Storage, estimate_bytes
+from training.store_writer import StoreWriter
+
+
+@pytest.mark.parametrize("outlier", [1.0, 3000.0])
+def test_the_error_is_what_is_promised(outlier: float) -> None:
+    """Relative down to 2^-15 of the largest entry of the same state, whatever the states beside it are."""
+    states = torch.randn(50, 3 * 64, generator=torch.Generator().manual_seed(0))
+    states[:, 70] *= outlier  # of the second of three states
+    states[7, :64] = 0
+    values, scale = to_fp8(states, 3)
+    assert values.dtype == torch.float8_e4m3fn and values.shape == states.shape and scale.shape == (50, 3)
+    back = from_fp8(values, scale, torch.float32)
+    largest = states.unflatten(1, (3, 64)).abs().amax(-1, keepdim=True).expand(-1, -1, 64).flatten(1)
+    normal = states.abs() >= largest * 2**-14
+    assert ((back - states).abs()[normal] <= states.abs()[normal] * 2**-4).all()
+    assert ((back - states).abs()[~normal] <= largest[~normal] * 2**-18).all()
+    assert (back != states).float().mean() > 0.5, "nothing was rounded"
+    other = to_fp8(states * (torch.arange(192) >= 64), 3)
+    assert torch.equal(other[0][:, 64:].float(), values[:, 64:].float()), "a state depends on the one beside it"
+
+
+@pytest.mark.parametrize("taps", [(1, 3), (3,), ()])
+def test_a_store_gives_the_rounded_states(tmp_path: Path, taps: tuple[int, ...]) -> None:
+    given = documents(12)
+    storage = Storage(dtype="fp8")
+    writer = StoreWriter(tmp_path, settings(dtype="bfloat16", collect={"states": "stored", "dtype": "fp8"}))
+    writer.add("shard-00000", ["k"], given, {})
+    writer.finish(["shard-00000"], refused=[], vocab_size=VOCABULARY, body={})
+    store = FeatureStore.open(tmp_path)
+    store.verify()
+    selected = store.select(FeatureNeeds(taps, True))
+    for ref in store.documents:
+        document, read = next(one for one in given if one.conversation == ref.conversation), selected.read(ref)
+        assert document.taps_TE is not None and document.last_TD is not None
+        chosen = [document.taps_TE[:, NEEDS.taps.index(tap) * WIDTH :][:, :WIDTH] for tap in taps]
+        wanted = torch.cat([*chosen, document.taps_TE[:, :0]], 1)
+        for got, put, count in ((read.taps_TE, wanted, len(taps)), (read.last_TD, document.last_TD, 1)):
+            assert got.shape == put.shape
+            if count:
+                assert got.dtype == torch.bfloat16
+                assert torch.equal(got, from_fp8(*to_fp8(put, count), torch.bfloat16))
+    tokens = sum(len(one.ids_T) for one in given)
+    estimate = estimate_bytes(NEEDS, tokens, hidden_size=WIDTH, dtype=torch.bfloat16, storage=storage)
+    assert estimate == tokens * (3 * (WIDTH + 4) + 9)
+    assert 0 < (tmp_path / "shard-00000.safetensors").stat().st_size - estimate < 800, "the rest is the header"
