@@ -17,7 +17,7 @@ from tests import e2e
 from tests.test_two_processes import ACCELERATE
 from tests.tiny import FAMILIES, load_tiny, save_tiny
 from training import live
-from training.checkpoint import Interrupted
+from training.interrupt import Interrupted
 from training.live import LiveFeatures, feature_source
 from training.states import forward_states
 from training.store import FeatureStore
