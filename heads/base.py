@@ -278,6 +278,8 @@ class Learner(nn.Module, ABC):
 
     vocab: DraftVocabulary
     arguments: dict[str, Any]
+    recompute: bool | None = None
+    """Whether the backward computes again what it could have kept; None where there is nothing to save by it."""
 
     @abstractmethod
     def loss(self, features: TargetFeatures) -> LossSums:

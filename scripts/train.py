@@ -2,14 +2,18 @@
 
 python -m scripts.train name=mine head=eagle3 train.epochs=4
 python -m scripts.train name=mine train.init_from=runs/theirs/head
-accelerate launch --num_processes 8 -m scripts.train name=mine head=eagle3
+accelerate launch --config_file conf/accelerate/multi_gpu.yaml -m scripts.train name=mine head=eagle3
+
+SIGTERM and SIGINT, of which one process of a launch need be sent it, end the run after the step that is under way and
+save its state; the exit code is then 143 or 130 (under a launcher its own, which is not 0), and the same command goes
+on from there, with the same or another number of processes. A mistake of the user's is 2.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +26,12 @@ from scripts.ranges import check_head
 from scripts.settings import build, plain, train_settings
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from heads.base import DraftHead
     from heads.target import FrozenTarget
     from heads.vocab import DraftVocabulary
+    from training.loop import OnEval
     from training.settings import TrainResult
     from training.store import FeatureStore
 
@@ -83,10 +90,30 @@ def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
             **origin_of(cfg),
         }
         keep_head(cfg, head, target.fingerprint, result, more)
+        for line in outcome(result):
+            say(f"          {line}")
         say(f"          {result.steps} steps, {result.tokens_per_second:,.0f} tokens/s; it is in {folder / 'head'}")
 
 
-def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: bool) -> Callable[[int], dict[str, float]]:
+def outcome(result: TrainResult) -> list[str]:
+    """What the evaluations of a run decided and cost, in lines to print."""
+    lines = []
+    if result.chosen is not None:
+        chosen = result.chosen
+        last = "nothing" if chosen["last"] is None else f"{chosen['last']:.3f}"
+        lines.append(
+            f"the best of {chosen['evaluations']} evaluations is kept: {chosen['value']:.3f} tokens per round after "
+            f"step {chosen['step']} (the last one: {last})"
+        )
+    if result.stopped_early:
+        lines.append(f"train.patience ended the run after step {result.steps}")
+    if result.evaluation_seconds:
+        share = result.evaluation_seconds / (result.evaluation_seconds + result.seconds)
+        lines.append(f"evaluations took {result.evaluation_seconds:,.0f} s, {share:.0%} of the time with the steps")
+    return lines
+
+
+def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: bool) -> OnEval:
     """A short greedy decoding of some held-out requests with the head as it is; main: whether this process does it.
 
     Raises UserError when there is nothing to decode, or the head cannot draft as much.
@@ -107,9 +134,9 @@ def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: boo
         raise UserError("There is no held-out request that train.eval_every could decode; set train.eval_every=null.")
     settings = DecodeSettings(gamma=plan.gamma, max_new_tokens=plan.max_new_tokens, rows=EVALUATED, seed=cfg.seed)
 
-    def on_eval(step: int) -> dict[str, float]:
+    def on_eval(step: int, state: Mapping[str, Tensor]) -> dict[str, float]:
         draft = build_head(class_path(head), head.arguments, head.vocab, source="the head in training")
-        fill(draft, head.state_dict(), source="the head in training")
+        fill(draft, state, source="the head in training")
         draft.to(device=target.device, dtype=target.dtype).eval()  # as it is served; the one in training stays as it is
         draft.attach(target.weights)
         found = measure(decode(target, requests, draft, settings), gamma=plan.gamma, resamples=0)
@@ -186,6 +213,9 @@ def keep_head(
         "seconds": round(result.seconds, 1),
         "tokens_per_second": round(result.tokens_per_second, 1),
         "teacher_forced": result.metrics,
+        "chosen": result.chosen,
+        "stopped_early": result.stopped_early,
+        "evaluation_seconds": round(result.evaluation_seconds, 1),
         **more,
     }
     if not is_saved(folder, numbers):
