@@ -57,6 +57,8 @@ def _check(cfg: DictConfig) -> None:
     check_node(cfg, "medusa2")
     if cfg.train.eval_every is not None:
         raise UserError("train.eval_every measures a head against a target that stays; set train.eval_every=null.")
+    if cfg.train.lora is not None:
+        raise UserError("train.lora adapts a head alone; set train.lora=null, and medusa2.rank= for the target's own.")
     if cfg.medusa2.held_out < 1:
         raise UserError(f"medusa2.held_out={cfg.medusa2.held_out} compares nothing; give at least 1.")
     if cfg.target.adapter is not None:
