@@ -22,14 +22,20 @@ if TYPE_CHECKING:
 
 def run(cfg: DictConfig) -> None:
     """Fill traffic_dir and features_dir; what is finished is used as it is."""
-    from heads.artifact import locked
-    from training.collect import collect
-    from training.traffic import load_traffic, write_traffic
+    from training.traffic import write_traffic
 
-    features = Path(cfg.features_dir)
     print(f"traffic   reading the prompts into {cfg.traffic_dir}", flush=True)
     show_account(write_traffic(cfg.traffic_dir, build(cfg, "traffic"), config=plain(cfg)), cfg.traffic_dir)
-    traffic = load_traffic(cfg.traffic_dir)
+    answer(cfg)
+
+
+def answer(cfg: DictConfig) -> None:
+    """Fill features_dir out of traffic_dir."""
+    from heads.artifact import locked
+    from training.collect import collect
+    from training.traffic import load_traffic
+
+    features, traffic = Path(cfg.features_dir), load_traffic(cfg.traffic_dir)
     print(f"          {len(traffic.train)} conversations to train on, {len(traffic.held_out)} held out", flush=True)
     print(f"target    loading {cfg.target.path}", flush=True)
     target = load_target(cfg)

@@ -82,6 +82,7 @@ def _trained(cfg: DictConfig, folder: Path) -> tuple[DraftHead, TrainResult, lis
     reads them in one pass; the adapter is in its folder."""
     import torch
 
+    from heads.artifact import provenance
     from heads.checkpoint import load_head, read_facts
     from scripts.train import check_origin, open_features
     from training.joint import drift, save_adapter
@@ -108,7 +109,7 @@ def _trained(cfg: DictConfig, folder: Path) -> tuple[DraftHead, TrainResult, lis
         store.select(head.needs),
         train_settings(cfg),
         folder=folder / "head",
-        tracker=build(cfg, "tracking", folder=str(folder / "head")),
+        tracker=build(cfg, "tracking", folder=str(folder / "head"), about=provenance(plain(cfg))),
         identity=stage1,
         stream=sys.stderr,
     )

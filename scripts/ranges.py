@@ -17,7 +17,7 @@ def check_config(cfg: DictConfig) -> None:
     """Whatever the config alone can tell of export, tracking and rivals. Raises UserError."""
     from heads.artifact import UserError
     from heads.target import DTYPES
-    from training.tracking import MODES
+    from training.wandb_tracker import MODES
 
     if cfg.export.get("dtype") not in (None, *DTYPES):
         raise UserError(f"export.dtype={cfg.export.dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")

@@ -46,6 +46,7 @@ def run(cfg: DictConfig) -> None:
 
 
 def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
+    from heads.artifact import provenance
     from training.loop import train
 
     folder, main = Path(cfg.run_dir), is_main()
@@ -73,7 +74,7 @@ def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
         store,
         settings,
         folder=folder / "head",
-        tracker=build(cfg, "tracking", folder=str(folder / "head")),
+        tracker=build(cfg, "tracking", folder=str(folder / "head"), about=provenance(plain(cfg))),
         on_eval=on_eval,
         identity={"features": store.manifest["shards"], "target": target.fingerprint, **origin_of(cfg)},
         stream=sys.stderr,
@@ -90,13 +91,15 @@ def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
 
 
 def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: bool) -> Callable[[int], dict[str, float]]:
-    """A short greedy decoding of some held-out requests with the head as it is; main: whether this process does it.
+    """A short greedy decoding of some held-out requests with the head as it is, and by depth the decoder's acceptance,
+    the teacher-forced one on the same texts, and their gap (eval.teacher); main: whether this process does it.
 
     Raises UserError when there is nothing to decode, or the head cannot draft as much.
     """
     from eval.acceptance import measure
     from eval.decode import DecodeSettings, decode
     from eval.suite import spread
+    from eval.teacher import count_teacher_forced, teacher_gap
     from heads.artifact import UserError
     from heads.checkpoint import build_head, class_path, fill
     from heads.lora import merged_state
@@ -115,9 +118,15 @@ def evaluation(cfg: DictConfig, head: DraftHead, target: FrozenTarget, main: boo
         fill(draft, merged_state(head), source="the head in training")
         draft.to(device=target.device, dtype=target.dtype).eval()  # as it is served; the one in training stays as it is
         draft.attach(target.weights)
-        found = measure(decode(target, requests, draft, settings), gamma=plan.gamma, resamples=0)
-        tau = found.tokens_per_round.value
-        return {} if tau is None else {"tokens_per_round": tau}
+        traces = decode(target, requests, draft, settings)
+        tau = measure(traces, gamma=plan.gamma, resamples=0).tokens_per_round.value
+        taught = count_teacher_forced(target, draft, requests, traces)
+        gap = teacher_gap(taught, traces, gamma=plan.gamma, resamples=0)
+        sides = {"acceptance": gap.decoder, "teacher_forced": gap.teacher, "gap": gap.gap}
+        numbers = {"tokens_per_round": tau}
+        for name, by_depth in sides.items():
+            numbers |= {f"{name}/{depth}": one.value for depth, one in enumerate(by_depth, 1)}
+        return {name: value for name, value in numbers.items() if value is not None}
 
     return on_eval
 
