@@ -26,8 +26,8 @@ METRICS, ABOUT = "metrics.jsonl", "run.json"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is shown of an evaluation: a few numbers, a table (rows with the same keys), the report as a page of HTML and
-    its sample texts as another; the head's kind, its files, and facts about it that go with them."""
+    """What is shown of an evaluation: a few numbers, a table (rows with the same keys), the report and its sample texts
+    as pages of HTML; the head's kind, its files, and facts about it that go with them."""
 
     numbers: Mapping[str, float]
     rows: Sequence[Mapping[str, Any]]
