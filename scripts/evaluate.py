@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from scripts.common import load_target, script
+from scripts.common import load_target, open_tracker, script
 from scripts.costs import kept_load, machine
 from scripts.drafters import plan_tree, proposers, within_reach
 from scripts.prompts import held_out_requests, tokenizer_of
@@ -123,15 +123,14 @@ def track(cfg: DictConfig, folder: Path, report: Mapping[str, Any]) -> None:
     """The numbers, the table, the pages and the head to the tracker, into the head's own run where that is known."""
     from eval.report_samples import samples_page
     from eval.report_table import flat_rows, headline_numbers
-    from heads.artifact import MANIFEST, provenance
+    from heads.artifact import MANIFEST
     from heads.checkpoint import FACTS, TENSORS
     from training.checkpoint import CheckpointFolder
     from training.tracking import Evaluation
 
-    about, head_dir = provenance(plain(cfg)), Path(cfg.head_dir)
-    tracker = build(cfg, "tracking", folder=str(folder), about=about)
+    head_dir = Path(cfg.head_dir)
     facts = {"head": report["head"], "target": report["target"], "traffic": report["traffic"]}
-    tracker.publish(
+    open_tracker(cfg, folder).publish(
         Evaluation(
             numbers={**headline_numbers(report), **taught_numbers(report)},
             rows=flat_rows(report),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from scripts.common import load_target, script
+from scripts.common import load_target, open_tracker, script
 from scripts.settings import build, check_node, generation_settings, plain, train_settings
 
 if TYPE_CHECKING:
@@ -82,7 +82,6 @@ def _trained(cfg: DictConfig, folder: Path) -> tuple[DraftHead, TrainResult, lis
     reads them in one pass; the adapter is in its folder."""
     import torch
 
-    from heads.artifact import provenance
     from heads.checkpoint import load_head, read_facts
     from scripts.train import check_origin, open_features
     from training.joint import drift, save_adapter
@@ -109,7 +108,7 @@ def _trained(cfg: DictConfig, folder: Path) -> tuple[DraftHead, TrainResult, lis
         store.select(head.needs),
         train_settings(cfg),
         folder=folder / "head",
-        tracker=build(cfg, "tracking", folder=str(folder / "head"), about=provenance(plain(cfg))),
+        tracker=open_tracker(cfg, folder / "head"),
         identity=stage1,
         stream=sys.stderr,
     )

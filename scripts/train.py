@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from scripts.common import build_head, load_target, script
+from scripts.common import build_head, load_target, open_tracker, script
 from scripts.prompts import held_out_requests
 from scripts.settings import build, lora_settings, plain, train_settings
 
@@ -46,7 +46,6 @@ def run(cfg: DictConfig) -> None:
 
 
 def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
-    from heads.artifact import provenance
     from training.loop import train
 
     folder, main = Path(cfg.run_dir), is_main()
@@ -74,7 +73,7 @@ def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
         store,
         settings,
         folder=folder / "head",
-        tracker=build(cfg, "tracking", folder=str(folder / "head"), about=provenance(plain(cfg))),
+        tracker=open_tracker(cfg, folder / "head"),
         on_eval=on_eval,
         identity={"features": store.manifest["shards"], "target": target.fingerprint, **origin_of(cfg)},
         stream=sys.stderr,
