@@ -73,15 +73,28 @@ def grouped_attention(
     scaling: float | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [B, H, N, d], key and value [B, G, C, d] -> output [B, N, H, d]."""
+    """transformers' attention interface: query [B, H, N, d], key and value [B, G, C, d] -> output [B, N, H, d].
+
+    A mask may come with its rows laid out for the packed queries already (`for_packed_queries`).
+    """
     groups, nodes = query.shape[1] // key.shape[1], query.shape[2]
     if attention_mask is None and nodes > 1:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
         return out.transpose(1, 2), None
     packed = query.unflatten(1, (-1, groups)).flatten(2, 3)
-    mask = None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1)
+    mask = attention_mask
+    if mask is not None and mask.shape[2] != packed.shape[2]:
+        mask = mask.repeat(1, 1, groups, 1)
     out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     return out.unflatten(2, (groups, nodes)).flatten(1, 2).transpose(1, 2), None
+
+
+def for_packed_queries(model: PreTrainedModel, mask_B1NC: Tensor) -> Tensor:
+    """An additive mask laid out once for all layers, where the model attends by `grouped_attention`; else as it is."""
+    config = model.config.get_text_config()
+    if config._attn_implementation != _GROUPED:
+        return mask_B1NC
+    return mask_B1NC.repeat(1, 1, config.num_attention_heads // config.num_key_value_heads, 1)
 
 
 _GROUPED = "grouped"

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from heads.artifact import MANIFEST, UserError, digest, read_manifest
 from heads.base import TargetWeights
 from heads.cache import BlockCache
-from heads.packed import group_attention, pack_linears
+from heads.packed import for_packed_queries, group_attention, pack_linears
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 _WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin")
@@ -215,12 +215,14 @@ class FrozenTarget:
 
     def _mask(self, allowed_BNC: Tensor | None, positions_BN: Tensor, cache: BlockCache) -> Any:
         """What transformers wants as attention_mask: nothing, one additive 4-D mask, or one for each kind of layer."""
-        if self._window is None:
-            return None if allowed_BNC is None else self._additive(allowed_BNC)
         nodes = positions_BN.shape[1]
         if allowed_BNC is None:
+            if self._window is None and (nodes == 1 or cache.width == 0):
+                return None  # every column, or a causal square, needs no mask
             allowed_BNC = torch.ones(nodes, cache.width + nodes, dtype=torch.bool, device=self.device)
             allowed_BNC = allowed_BNC.tril(cache.width)[None].expand(len(positions_BN), -1, -1)
+        if self._window is None:
+            return self._additive(allowed_BNC)
         past_BC = torch.arange(cache.width, device=self.device).expand(len(positions_BN), -1)
         columns_BC = torch.cat([past_BC, positions_BN], dim=-1)
         near_BNC = positions_BN[:, :, None] - columns_BC[:, None, :] < self._window
@@ -231,7 +233,8 @@ class FrozenTarget:
 
     def _additive(self, allowed_BNC: Tensor) -> Tensor:
         mask = torch.zeros(allowed_BNC.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(~allowed_BNC, torch.finfo(self.dtype).min)[:, None]
+        mask.masked_fill_(~allowed_BNC, torch.finfo(self.dtype).min)
+        return for_packed_queries(self.model, mask[:, None])
 
     @torch.inference_mode()
     def _check_alignment(self) -> None:

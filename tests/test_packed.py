@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from heads.base import TargetWeights
-from heads.packed import PackedLinear, grouped_attention, pack_linears
+from heads.packed import PackedLinear, for_packed_queries, group_attention, grouped_attention, pack_linears
+from tests.tiny import save_tiny
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -65,3 +69,17 @@ def test_grouped_attention_equals_repeated_heads(nodes: int, masked: bool) -> No
     plain = nn.functional.scaled_dot_product_attention(q, *wide, attn_mask=mask, is_causal=causal, scale=0.5)
     grouped, _ = grouped_attention(nn.Module(), q, k, v, mask, scaling=0.5)
     torch.testing.assert_close(grouped, plain.transpose(1, 2))
+
+
+def test_a_mask_is_laid_out_once_for_all_layers(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / "target"))
+    mask = torch.randn(2, 1, 5, 9)
+    assert for_packed_queries(model, mask) is mask  # plain sdpa shares keys by itself
+    group_attention(model)
+    laid_out = for_packed_queries(model, mask)
+    groups = model.config.num_attention_heads // model.config.num_key_value_heads
+    assert groups > 1 and laid_out.shape == (2, 1, 5 * groups, 9)
+    q, k, v = torch.randn(2, 2 * groups, 5, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    once, _ = grouped_attention(nn.Module(), q, k, v, laid_out)
+    each, _ = grouped_attention(nn.Module(), q, k, v, mask)
+    torch.testing.assert_close(once, each, rtol=0, atol=0)
