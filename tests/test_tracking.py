@@ -266,7 +266,8 @@ def test_an_evaluation_is_added_to_the_run_of_its_head(
     assert capfd.readouterr().err == "" and not (folder / "metrics.jsonl").exists()
 
     records = wandb_records(run)
-    (artifact,) = [one.artifact for one in records if one.WhichOneof("record_type") == "artifact"]
+    kept = [one.artifact for one in records if one.WhichOneof("record_type") == "artifact"]
+    (artifact,) = [one for one in kept if one.type == "model"]  # the table is one too
     facts = json.loads(artifact.metadata)
     assert artifact.type == "model" and artifact.name == f"eagle3-{trained}"
     assert facts["alpha"] == headline_numbers(report)["alpha"] and facts["head"] == report["head"]

@@ -90,7 +90,7 @@ class WandbTracker:
             self._run = wandb.init(
                 **self.options,
                 dir=self.folder,
-                id=run_id,
+                id=run_id or os.environ.get("WANDB_RUN_ID"),  # which the agent of a sweep sets
                 resume="allow",
                 config={**dict(config), **({} if self.about is None else {"about": dict(self.about)})},
                 settings=settings,
