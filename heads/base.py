@@ -296,9 +296,12 @@ class DraftHead(Learner):
     A subclass takes sizes and taps by keyword and hands the same keywords to `super().__init__`, which keeps them in
     `arguments` for the checkpoint. It owns its trainable parameters only; the target's weights are lent by `attach`
     and are neither trained nor saved. longest: the deepest chain or tree it can draft, None where there is no limit.
+    projections: names of its own linear layers that the loss reads as matrices (`losses.Projection`), so that what is
+    put around a layer would not be seen there.
     """
 
     longest: int | None = None
+    projections: tuple[str, ...] = ()
 
     def __init__(self, *, needs: FeatureNeeds, vocab: DraftVocabulary, arguments: dict[str, Any]) -> None:
         super().__init__()

@@ -27,6 +27,7 @@ from scripts.settings import build, generation_settings, plain, server_settings,
 if TYPE_CHECKING:
     from heads.base import FeatureNeeds
     from heads.target import FrozenTarget
+    from training.processes import Peers
     from training.served import AnswerServer
 
 HOW = {
@@ -40,10 +41,9 @@ KEPT = {"stored": "", "online": "; the states are not kept, training computes th
 def run(cfg: DictConfig) -> None:
     """Fill traffic_dir and features_dir, as one of the processes of a launch or alone; what is finished is used as it
     is."""
-    from heads.artifact import UserError, locked
-    from training.collect import collect
+    from heads.artifact import UserError
     from training.remote import is_remote
-    from training.traffic import load_traffic, write_traffic
+    from training.traffic import write_traffic
 
     if is_remote(cfg.features_dir):
         raise UserError(
@@ -51,14 +51,26 @@ def run(cfg: DictConfig) -> None:
             f"`python -m scripts.store upload={cfg.features_dir}`."
         )
     server_settings(cfg)  # refuses what would fail after the prompts have been read
-    peers, features, storage = launched_peers(cfg), Path(cfg.features_dir), storage_settings(cfg)
-    generation = generation_settings(cfg)
+    storage_settings(cfg)
+    generation_settings(cfg)
     check_head(cfg, build(cfg, "head", _partial_=True))
-    say = partial(print, flush=True) if peers.main else (lambda text: None)
-    say(f"traffic   reading the prompts into {cfg.traffic_dir}")
+    peers = launched_peers(cfg)
+    if peers.main:
+        print(f"traffic   reading the prompts into {cfg.traffic_dir}", flush=True)
     with peers.step():
         if peers.main:
             show_account(write_traffic(cfg.traffic_dir, build(cfg, "traffic"), config=plain(cfg)), cfg.traffic_dir)
+    fill_features(cfg, peers)
+
+
+def fill_features(cfg: DictConfig, peers: Peers) -> None:
+    """Fill features_dir out of traffic_dir."""
+    from heads.artifact import locked
+    from training.collect import collect
+    from training.traffic import load_traffic
+
+    features, storage, generation = Path(cfg.features_dir), storage_settings(cfg), generation_settings(cfg)
+    say = partial(print, flush=True) if peers.main else (lambda text: None)
     with ExitStack() as stack:
         with peers.step():
             traffic = load_traffic(cfg.traffic_dir)

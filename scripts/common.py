@@ -255,6 +255,14 @@ def _continue_from(head: DraftHead, donor: DraftHead) -> None:
     fill(head, {name: tensor.to(own[name]) for name, tensor in donor.state_dict().items()}, source="train.init_from")
 
 
+def open_tracker(cfg: DictConfig, folder: Path) -> Any:
+    """The tracker of the config for the numbers in a folder, told what makes them."""
+    from heads.artifact import provenance
+
+    # Handed over after Hydra, which would build what the config inside names.
+    return build(cfg, "tracking", folder=str(folder), _partial_=True)(about=provenance(plain(cfg)))
+
+
 def servable_head(cfg: DictConfig) -> DraftHead:
     """The trained head, attached to its target where the server's folder holds weights of the target too."""
     from heads.checkpoint import class_path, load_head

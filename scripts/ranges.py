@@ -19,7 +19,7 @@ def check_config(cfg: DictConfig) -> None:
     from heads.artifact import UserError
     from heads.export.folder import format_of
     from heads.target import DTYPES
-    from training.tracking import MODES
+    from training.wandb_tracker import MODES
 
     format_of(str(cfg.export.layout))
     if cfg.target.dtype not in DTYPES:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from scripts.ranges import check_config, check_head
 
 if TYPE_CHECKING:
+    from heads.lora import LoraSettings
     from training.regenerate import Generation
     from training.served import ServerSettings
     from training.settings import TrainSettings
@@ -121,8 +122,25 @@ def train_settings(cfg: DictConfig) -> TrainSettings:
     values = plain(cfg.train)
     check_value("train.init_from", values.pop("init_from"), str | None)
     check_value("train.verify", values.pop("verify"), bool)
+    lora_settings(cfg)
+    del values["lora"]
     check_call(TrainSettings, "train", values, elsewhere=("seed", "optim"))
     return TrainSettings(seed=cfg.seed, optim=build(cfg, "optim"), **values)
+
+
+def lora_settings(cfg: DictConfig) -> LoraSettings | None:
+    """The adapter of train.lora, or None. Raises UserError when there is no head that it could be put on."""
+    from heads.artifact import UserError
+    from heads.lora import LoraSettings
+
+    values = plain(cfg.train)["lora"]
+    check_value("train.lora", values, dict[str, Any] | None)
+    if values is None:
+        return None
+    check_call(LoraSettings, "train.lora", values)
+    if not cfg.train.init_from:
+        raise UserError("train.lora adapts a head that has learned already; set train.init_from=runs/<name>/head too.")
+    return LoraSettings(**values)
 
 
 def generation_settings(cfg: DictConfig) -> Generation:

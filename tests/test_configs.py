@@ -32,7 +32,7 @@ from training.store import FeatureStore
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml") if path.parent.name != "accelerate")
-COUNT = 56
+COUNT = 57
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -103,7 +103,18 @@ def test_comments_name_only_commands_that_compose(file: str) -> None:
     if file.startswith(("traffic/", "experiment/", "bench/", "rival/")):
         assert found, "no command shows how to use it"
     for module, line in found:
-        own = ("advise", "bench", "compare", "doctor", "import_head", "medusa2", "prove", "serve_check", "store")
+        own = (
+            "advise",
+            "bench",
+            "compare",
+            "doctor",
+            "import_head",
+            "medusa2",
+            "prove",
+            "refresh",
+            "serve_check",
+            "store",
+        )
         name = module if module in own else "config"
         for job in e2e.jobs(shlex.split(line)):
             e2e.config(*job, name=name)

@@ -171,9 +171,9 @@ def toy_train(folder: Path, head: ToyHead | None = None, tracker: Tracker | None
 
 
 def metrics_of(folder: Path, *names: str) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl, without what depends on the clock."""
+    """The lines of metrics.jsonl, without what depends on the clock or the machine."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clock = {"seconds", "tokens_per_second", "eval/seconds"}
+    clock = {"seconds", "tokens_per_second", "eval/seconds", "memory_gb"}
     return [{k: v for k, v in line.items() if k not in clock and (not names or k in names)} for line in lines]
 
 

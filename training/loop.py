@@ -33,7 +33,7 @@ from training.processes import processes_missing, raise_missing
 from training.selection import BY, Selection
 from training.settings import TrainResult, TrainSettings
 from training.step import GradientStep, MetricSums, StepSums, Trainee, means
-from training.tracking import Display, NullDisplay, NullTracker, Tracker, open_display
+from training.tracking import Display, NullDisplay, NullTracker, Tracker, open_display, peak_memory
 
 OnEval = Callable[[int, Mapping[str, Tensor]], Mapping[str, float] | None]
 """(step, the head's whole state) -> numbers."""
@@ -310,6 +310,7 @@ class _Run:
             "skipped_steps": at.skipped,
             "seconds": at.seconds,
             "tokens_per_second": window["tokens"] / max(window["seconds"], 1e-9),
+            "memory_gb": peak_memory(self.accelerator.device) / 1e9,
         }
         at.latest, at.window = numbers, {}
         self.tracker.log(at.step, numbers)
