@@ -1,5 +1,7 @@
 """Traffic to features: split the prompts, let the target answer those for training, keep its states.
 
+python -m scripts.collect experiment=quick
+python -m scripts.collect name=mine traffic=files traffic.path=logs/ generation.temperature=0.7
 python -m scripts.collect target=custom target.path=my/model traffic=jsonl traffic.path=prompts.jsonl name=mine
 python -m scripts.collect name=mine traffic=files traffic.path=logs/ collect.answers=logged
 python -m scripts.collect name=mine verify=true
@@ -19,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from scripts.common import CRASHED, head_needs, is_main, launched_peers, load_target, script
-from scripts.ranges import check_target
+from scripts.ranges import check_head, check_target
 from scripts.settings import build, generation_settings, plain, server_settings, storage_settings
 
 if TYPE_CHECKING:
     from heads.base import FeatureNeeds
     from heads.target import FrozenTarget
+    from training.processes import Peers
     from training.served import AnswerServer
 
 HOW = {
@@ -38,10 +41,9 @@ KEPT = {"stored": "", "online": "; the states are not kept, training computes th
 def run(cfg: DictConfig) -> None:
     """Fill traffic_dir and features_dir, as one of the processes of a launch or alone; what is finished is used as it
     is."""
-    from heads.artifact import UserError, locked
-    from training.collect import collect
+    from heads.artifact import UserError
     from training.remote import is_remote
-    from training.traffic import load_traffic, write_traffic
+    from training.traffic import write_traffic
 
     if is_remote(cfg.features_dir):
         raise UserError(
@@ -49,12 +51,26 @@ def run(cfg: DictConfig) -> None:
             f"`python -m scripts.store upload={cfg.features_dir}`."
         )
     server_settings(cfg)  # refuses what would fail after the prompts have been read
-    peers, features, storage = launched_peers(cfg), Path(cfg.features_dir), storage_settings(cfg)
-    say = partial(print, flush=True) if peers.main else (lambda text: None)
-    say(f"traffic   reading the prompts into {cfg.traffic_dir}")
+    storage_settings(cfg)
+    generation_settings(cfg)
+    check_head(cfg, build(cfg, "head", _partial_=True))
+    peers = launched_peers(cfg)
+    if peers.main:
+        print(f"traffic   reading the prompts into {cfg.traffic_dir}", flush=True)
     with peers.step():
         if peers.main:
             show_account(write_traffic(cfg.traffic_dir, build(cfg, "traffic"), config=plain(cfg)), cfg.traffic_dir)
+    fill_features(cfg, peers)
+
+
+def fill_features(cfg: DictConfig, peers: Peers) -> None:
+    """Fill features_dir out of traffic_dir."""
+    from heads.artifact import locked
+    from training.collect import collect
+    from training.traffic import load_traffic
+
+    features, storage, generation = Path(cfg.features_dir), storage_settings(cfg), generation_settings(cfg)
+    say = partial(print, flush=True) if peers.main else (lambda text: None)
     with ExitStack() as stack:
         with peers.step():
             traffic = load_traffic(cfg.traffic_dir)
@@ -62,7 +78,7 @@ def run(cfg: DictConfig) -> None:
             say(f"target    loading {cfg.target.path}")
             target = load_target(cfg)
             check_target(cfg, target)
-            needs, generation = collected_needs(cfg, target), generation_settings(cfg)
+            needs = collected_needs(cfg, target)
             if peers.main:  # for all: together they are one collector
                 stack.enter_context(locked(features, "collects into"))
         server = answer_server(cfg, target, peers.rank)
@@ -85,7 +101,7 @@ def run(cfg: DictConfig) -> None:
         say(f"          {', '.join(f'{what}: {count:,}' for what, count in server.counts.most_common())}")
     say(
         f"          {manifest['documents']} answers, {manifest['supervised_tokens']:,} tokens to learn from "
-        f"({manifest['tokens']:,} with prompts) in {features}"
+        f"({manifest['tokens']:,} with prompts)\n{'':10}in {features}"
     )
 
 

@@ -59,7 +59,7 @@ def check_stages(stages: Sequence[str]) -> None:
         raise UserError(f"stages={list(stages)} names {unknown[0]!r}; choose among {', '.join(STAGES)}.")
 
 
-@script(launched=True)
+@script(one_folder=True, launched=True)
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.pipeline`."""
     from training.processes import start_missing_processes

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 
 from omegaconf import DictConfig, OmegaConf
 
-from scripts.ranges import check_config
+from scripts.ranges import check_config, check_head
 
 if TYPE_CHECKING:
+    from heads.lora import LoraSettings
     from training.regenerate import Generation
     from training.served import ServerSettings
     from training.settings import TrainSettings
@@ -34,6 +35,12 @@ _WORDS: dict[Any, str] = {
 }
 _ENGINES = ("transformers", "openai")
 ANSWERS = ("regenerate", "logged")
+_COLLECT: dict[str, Any] = {
+    **dict.fromkeys(("answers", "states", "dtype", "engine"), str),
+    **dict.fromkeys(("url", "model"), str | None),
+    **dict.fromkeys(("concurrency", "tries"), int),
+    **{"taps": list[int], "verify": bool, "timeout": float},
+}
 _ABOUT_CALLS = ("_target_", "_convert_", "_partial_", "_recursive_")
 _OF_BUILDING = {
     "head": {"draft_vocab_size": int | None, "from_target": bool},
@@ -72,7 +79,8 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
     if not 0 <= cfg.seed < 2**32:
         raise UserError(f"seed={cfg.seed} must be at least 0 and below 2^32; set seed=0.")
     parts = str(cfg.name).split("/")
-    if isinstance(cfg.name, (bool, types.NoneType)) or any(part.strip() in ("", ".", "..") for part in parts):
+    named = isinstance(cfg.name, (str, int, float)) and not isinstance(cfg.name, bool)
+    if not named or any(part.strip() in ("", ".", "..") for part in parts):
         raise UserError(
             f"name={'null' if cfg.name is None else cfg.name} cannot name a run under runs/; give a word such as "
             f"name=mine (parts between / may not be empty, . or ..), or run_dir=<folder> for another place."
@@ -82,8 +90,10 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
         if not cfg[name].strip():
             raise UserError(f"{name}= is empty; give a folder such as {name}=runs/mine, or leave it out.")
     check_value("verify", cfg.verify, bool)
-    for key, hint in (("taps", list[int]), ("answers", str), ("verify", bool)):
-        check_value(f"collect.{key}", plain(cfg.collect)[key], hint)
+    for key, value in plain(cfg.collect).items():
+        if key not in _COLLECT:
+            raise UserError(f"There is no setting collect.{key}; there are {', '.join(sorted(_COLLECT))}.")
+        check_value(f"collect.{key}", value, _COLLECT[key])
     if cfg.collect.answers not in ANSWERS:
         raise UserError(f"collect.answers={cfg.collect.answers} is unknown; choose {' or '.join(ANSWERS)}.")
 
@@ -112,8 +122,25 @@ def train_settings(cfg: DictConfig) -> TrainSettings:
     values = plain(cfg.train)
     check_value("train.init_from", values.pop("init_from"), str | None)
     check_value("train.verify", values.pop("verify"), bool)
+    lora_settings(cfg)
+    del values["lora"]
     check_call(TrainSettings, "train", values, elsewhere=("seed", "optim"))
     return TrainSettings(seed=cfg.seed, optim=build(cfg, "optim"), **values)
+
+
+def lora_settings(cfg: DictConfig) -> LoraSettings | None:
+    """The adapter of train.lora, or None. Raises UserError when there is no head that it could be put on."""
+    from heads.artifact import UserError
+    from heads.lora import LoraSettings
+
+    values = plain(cfg.train)["lora"]
+    check_value("train.lora", values, dict[str, Any] | None)
+    if values is None:
+        return None
+    check_call(LoraSettings, "train.lora", values)
+    if not cfg.train.init_from:
+        raise UserError("train.lora adapts a head that has learned already; set train.init_from=runs/<name>/head too.")
+    return LoraSettings(**values)
 
 
 def generation_settings(cfg: DictConfig) -> Generation:
@@ -161,6 +188,7 @@ def server_settings(cfg: DictConfig) -> ServerSettings | None:
 def check_all(cfg: DictConfig) -> None:
     """Refuse whatever can be refused before the first of several long stages begins."""
     from heads.artifact import UserError
+    from heads.checkpoint import read_facts
     from heads.target import FrozenTarget
 
     train_settings(cfg)
@@ -168,12 +196,15 @@ def check_all(cfg: DictConfig) -> None:
     storage_settings(cfg)
     server_settings(cfg)
     build(cfg, "eval", seed=cfg.seed)
-    check_call(
-        FrozenTarget.load, "target", {name: value for name, value in plain(cfg.target).items() if name != "path"}
-    )
+    target = {name: plain(cfg.target)[name] for name in cfg.target if not OmegaConf.is_missing(cfg.target, str(name))}
+    check_call(FrozenTarget.load, "target", target)
     for key in ("traffic", "head", "tracking", "export", *(f"rivals.{name}" for name in cfg.rivals)):
         check_node(cfg, key)
     check_config(cfg)
+    check_value("push", cfg.push, str | None)
+    check_head(cfg, build(cfg, "head", _partial_=True))
+    if cfg.train.init_from is not None:
+        read_facts(cfg.train.init_from)
     if cfg.traffic.get("held_out") == 0:
         raise UserError("traffic.held_out=0 leaves nothing to measure the head on; give a share such as 0.1.")
     _check_later_stages(cfg)
@@ -183,13 +214,14 @@ def _check_later_stages(cfg: DictConfig) -> None:
     """Whether the head that is to be trained can then be measured and exported; without training it is another one."""
     from heads.artifact import UserError
     from heads.export.folder import format_of
+    from heads.mtp_blocks import MTPBlocksHead
     from heads.stacked import StackedHead
 
     stages, kind = list(cfg.stages), _target_of(cfg, "head")
     if "train" not in stages:
         return
     depth = cfg.head.get("depth")
-    deepest = depth if inspect.isclass(kind) and issubclass(kind, StackedHead) else None
+    deepest = depth if inspect.isclass(kind) and issubclass(kind, (StackedHead, MTPBlocksHead)) else None
     if "evaluate" in stages and deepest is not None and cfg.eval.gamma > deepest:
         raise UserError(
             f"eval.gamma={cfg.eval.gamma} is beyond head.depth={depth}, the longest draft of this kind of head; set "

@@ -401,6 +401,26 @@ def test_a_refused_job_of_a_multirun_lets_the_others_run(
     assert told.splitlines()[-1].endswith(f"of the jobs did not finish, the others did: seed=1 (refused){end}")
 
 
+def test_two_jobs_of_a_sweep_do_not_share_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran: list[str] = []
+
+    @script(one_folder=True)
+    def small(cfg: DictConfig) -> None:
+        ran.append(cfg.head.loss)
+
+    monkeypatch.setattr("sys.argv", ["small", "--multirun", "head.loss=kl,tv"])
+    with pytest.raises(SystemExit) as stop:
+        small()
+    assert ran == ["kl"] and stop.value.code == 2
+    assert "Another job of this sweep has written to runs/default" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["small", "--multirun", "head.loss=kl,tv", "run_dir=runs/x/${head.loss}"])
+    small()
+    assert ran == ["kl", "kl", "tv"]
+
+
 # ---- the command line itself -------------------------------------------------------------------------------------
 
 
@@ -410,7 +430,7 @@ def test_a_refused_job_of_a_multirun_lets_the_others_run(
         ("train.epoch=3", "There is no setting train.epoch"),
         ("nonsense=1", "There is no setting nonsense"),
         ("head=nothing", "There is no config head/nothing; there are eagle, eagle3, hydra_mlp"),
-        ("experiment=nothing", "There is no config experiment/nothing; there are compare, demo"),
+        ("experiment=nothing", "There is no config experiment/nothing; there are chat_70b, chat_8b, code, compare"),
         ("head.taps=[1", "The override head.taps=[1 cannot be read"),
     ],
 )

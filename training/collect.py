@@ -167,7 +167,8 @@ class _Run:
 
     def _finish(self, reasons: Counter[str], on_policy: bool, config: Mapping[str, Any] | None) -> None:
         if reasons:
-            logger.warning("%d prompts set aside in %s (%s)", len(self.refused), self.writer.folder, dict(reasons))
+            told = ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
+            logger.warning("prompts set aside in %s: %d (%s)", self.writer.folder, len(self.refused), told)
         self.writer.finish(
             self.shards,
             refused=self.refused,

@@ -68,18 +68,23 @@ def _end_with(pipe: int) -> None:
 def raise_missing() -> NoReturn:
     """Refuse to train alone what was meant for several processes."""
     raise UserError(
-        "accelerate launch started one CPU process although several were asked for; give --num_processes on "
-        "its command line, or use torchrun --nproc_per_node instead."
+        "accelerate launch started one CPU process although several were asked for; give --num_processes or "
+        "--config_file on its command line, or use torchrun --nproc_per_node instead."
     )
 
 
 def requested_processes(command: Sequence[str]) -> int | None:
-    """N of `--num_processes N` in a launcher's command line."""
+    """N of `--num_processes N` in a launcher's command line, or of the file that its `--config_file` names."""
     words = [word for argument in command for word in argument.split("=", 1)]
-    for option, value in zip(words, words[1:], strict=False):
-        if option.replace("-", "_") == "__num_processes" and value.isdigit():
-            return int(value)
-    return None
+    options = {option.replace("-", "_"): value for option, value in zip(words, words[1:], strict=False)}
+    value, path = options.get("__num_processes", ""), Path(options.get("__config_file", ""))
+    if value.isdigit():
+        return int(value)
+    if not path.is_file():
+        return None
+    from accelerate.commands.config.config_args import load_config_from_file  # slow to import, and seldom needed
+
+    return int(load_config_from_file(str(path)).num_processes)
 
 
 def _command_of_parent() -> list[str]:

@@ -20,7 +20,6 @@ import torch
 from transformers import GenerationConfig
 
 from heads.artifact import UserError
-from heads.cache import growing_cache
 from heads.target import FrozenTarget
 from training.states import Answer, check_finite, log_sum_exp, thinned, with_zero_row
 
@@ -84,7 +83,7 @@ def answer_batch(
             inputs=torch.tensor(ids, device=target.device),
             attention_mask=torch.tensor(mask, device=target.device),
             generation_config=generation_config(target, generation),
-            cache=growing_cache(),
+            cache=target.new_cache(),
         )
     # Per step: (tapped states, last state) of the positions of that step, the whole prompt in the first.
     taps_BTE = torch.cat([step[0] for step in result.hidden_states], dim=1)
