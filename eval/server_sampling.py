@@ -40,16 +40,20 @@ PREFIX = 16  # tokens of the prompt's end
 @dataclass(frozen=True)
 class ServedLaw:
     """texts: sampled texts, at least LEAST (0: leave the law out); tokens: of each, the first of which comes out of the
-    prompt without a draft; top_k keeps the possible texts few enough to list them. Raises UserError."""
+    prompt without a draft; top_k keeps the possible texts few enough to list them. top_p must be below 1: with top_k
+    alone vLLM 0.32 ends in an error once no request of a step has a draft. Raises UserError."""
 
     texts: int = 0
     temperature: float = 0.7
     top_k: int = 6
+    top_p: float = 0.95
     tokens: int = 4
 
     def __post_init__(self) -> None:
         if self.texts != 0 and self.texts < LEAST:
             raise UserError(f"law.texts={self.texts} must be at least {LEAST}, or 0 to leave the law out.")
+        if not 0 < self.top_p < 1:
+            raise UserError(f"law.top_p={self.top_p} must be above 0 and below 1; set law.top_p=0.95.")
         if self.temperature <= 0 or self.top_k < 2 or self.tokens < 2 or self.top_k**self.tokens > 10_000:
             raise UserError(
                 f"law.temperature={self.temperature} law.top_k={self.top_k} law.tokens={self.tokens} cannot be: "
@@ -92,7 +96,7 @@ def check_law(
     folder: Path,
 ) -> Iterator[Finding]:
     """Three starts of the server, each with `law.texts` samples; the last one, as shipped, only as the control."""
-    sampling = Sampling(law.temperature, top_k=law.top_k)
+    sampling = Sampling(law.temperature, top_k=law.top_k, top_p=law.top_p)
     prefix = tuple(prompt[-PREFIX:])
     exact = exact_texts(target, prefix, sampling, law.tokens)
     requests = [Request(f"copy-{number}", "all", prefix) for number in range(law.texts)]

@@ -196,6 +196,7 @@ def test_one_draft_more_or_less_fails_where_it_must() -> None:
     [
         ("law.texts=10", "law.texts=10 must be at least 1000, or 0"),
         ("law.temperature=0", "law.temperature=0 "),
+        ("law.top_p=1.0", "law.top_p=1.0 must be above 0 and below 1"),
         ("law.tokens=9", "at most 10000 texts"),
         ("law.top_k=many", "law.top_k='many' is of the wrong type"),
         ("gammas=[0]", "gammas=.0. must all be at least 1"),
