@@ -74,7 +74,9 @@ def page(main: Callable[..., Any], config: str) -> str:
 def _groups(config: str) -> Iterator[str]:
     """Every group with its choices and a line of each."""
     usual = set(re.findall(r"^  - (\w+: \[?\w+)", _text("config") + _text(config), re.MULTILINE))
-    for folder in sorted((one for one in files("conf").iterdir() if one.is_dir()), key=lambda one: one.name):
+    # accelerate/ holds files for `accelerate launch --config_file`, not choices.
+    folders = [one for one in files("conf").iterdir() if one.is_dir() and one.name != "accelerate"]
+    for folder in sorted(folders, key=lambda one: one.name):
         choices = sorted(one.name for one in folder.iterdir() if one.name.endswith(".yaml"))
         if not choices or (folder.name == "bench" and config != "bench"):
             continue

@@ -1,7 +1,7 @@
 """Traffic to a head in one command: collect, train, evaluate, export. A finished stage is used as it is.
 
 python -m scripts.pipeline experiment=demo
-accelerate launch --num_processes 8 -m scripts.pipeline name=mine …
+accelerate launch --num_processes 8 -m scripts.pipeline name=mine traffic=jsonl traffic.path=prompts.jsonl
 python -m scripts.pipeline --multirun experiment=compare head=medusa,hydra_mlp,eagle,eagle3,mtp
 python -m scripts.pipeline name=mine target=custom target.path=my/model traffic=jsonl traffic.path=prompts.jsonl
 """

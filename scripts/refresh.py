@@ -2,6 +2,7 @@
 
 python -m scripts.refresh name=week2 from=runs/mine traffic=jsonl traffic.path=week2.jsonl
 python -m scripts.refresh name=week3 from=runs/week2 traffic=jsonl traffic.path=week3.jsonl   # and so on
+python -m scripts.refresh name=week2 from=runs/mine traffic=jsonl traffic.path=week2.jsonl 'train.lora={rank: 8}'
 
 Leaves runs/<name>/refresh.md and .json (the verdict), comparison.html, and the head that is kept in runs/<name>/head
 with its report, so that every other command takes the run as any other. `previous` and `candidate` in it hold either

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from heads.target import FrozenTarget
     from heads.vocab import DraftVocabulary
     from training.loop import OnEval
-    from training.settings import TrainResult
+    from training.settings import TrainResult, TrainSettings
     from training.store import FeatureStore
 
 EVALUATED = 8  # held-out requests that train.eval_every decodes
@@ -47,19 +47,18 @@ def run(cfg: DictConfig) -> None:
 
     if is_main():
         print(f"train     {cfg.head._target_.rpartition('.')[2]} on {cfg.features_dir}", flush=True)
-    store = open_features(cfg)
+    settings, store = train_settings(cfg), open_features(cfg)
     # All processes of a launch are one trainer.
     with locked(Path(cfg.run_dir) / "head", "trains into") if is_main() else nullcontext():
-        _train_on(cfg, store)
+        _train_on(cfg, store, settings)
 
 
-def _train_on(cfg: DictConfig, store: FeatureStore) -> None:
+def _train_on(cfg: DictConfig, store: FeatureStore, settings: TrainSettings) -> None:
     from training.live import feature_source
     from training.loop import train
 
     folder, main = Path(cfg.run_dir), is_main()
     say = print if main else (lambda *text, **options: None)
-    settings = train_settings(cfg)
     check_head(cfg, build(cfg, "head", _partial_=True))
     target = load_target(cfg)
     check_origin(cfg, store, target)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
+from omegaconf import OmegaConf
 
 from eval.report import headline_rows
 from eval.report_table import flat_rows, headline_numbers
@@ -323,7 +323,7 @@ def test_the_sweep_in_the_comments_is_one_that_composes(tmp_path: Path, monkeypa
     """Its YAML, with what an agent puts into it; and the run takes the name that the agent gave it."""
     text = (e2e.ROOT / "conf/tracking/wandb.yaml").read_text()
     block = text.partition("(collect first):\n#\n")[2].partition("\n_target_")[0]
-    sweep = yaml.safe_load("\n".join(line.removeprefix("# ").removeprefix("#") for line in block.splitlines()))
+    sweep = OmegaConf.create("\n".join(line.removeprefix("# ").removeprefix("#") for line in block.splitlines()))
     tried = [f"{name}={rule.get('min', rule.get('values', [None])[0])}" for name, rule in sweep["parameters"].items()]
     words = [word.replace("${envvar:WANDB_RUN_ID}", "abc123") for word in sweep["command"]]
     assert words[:4] == ["${env}", "python", "-m", "scripts.pipeline"] and words[-1] == "${args_no_hyphens}"
