@@ -34,7 +34,7 @@ ELSEWHERE = {
 STOP = 500
 TOP = {
     *OURS,
-    *("pyproject.toml", "README.md", "Makefile", "constraints.txt", "LICENSE", "CHANGELOG.md"),
+    *("pyproject.toml", "README.md", "Makefile", "constraints.txt", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"),
     *(".ci", ".github", ".gitignore", ".gitattributes", ".editorconfig"),
 }
 RESERVED = {*OURS, "hydra"}
