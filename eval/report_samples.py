@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from eval.report_style import STYLE
 from eval.report_table import number
 
 BREAK = "↵"
@@ -32,6 +33,12 @@ def samples(report: Mapping[str, Any]) -> str:
     if not any(piece["dropped"] for one in found for piece in one["pieces"]):
         words += " Which tokens were rejected was not recorded here."
     return f'<p class="note">{escape(words)}</p>{LEGEND}' + "".join(map(_sample, found))
+
+
+def samples_page(report: Mapping[str, Any]) -> str:
+    """The same as a page of its own; empty where there are no samples."""
+    inside = samples(report)
+    return f"<!doctype html><meta charset=utf-8><style>{STYLE}</style><main>{inside}</main>" if inside else ""
 
 
 def _sample(one: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -278,6 +278,8 @@ class Learner(nn.Module, ABC):
 
     vocab: DraftVocabulary
     arguments: dict[str, Any]
+    recompute: bool | None = None
+    """Whether the backward computes again what it could have kept; None where there is nothing to save by it."""
 
     @abstractmethod
     def loss(self, features: TargetFeatures) -> LossSums:
@@ -294,9 +296,12 @@ class DraftHead(Learner):
     A subclass takes sizes and taps by keyword and hands the same keywords to `super().__init__`, which keeps them in
     `arguments` for the checkpoint. It owns its trainable parameters only; the target's weights are lent by `attach`
     and are neither trained nor saved. longest: the deepest chain or tree it can draft, None where there is no limit.
+    projections: names of its own linear layers that the loss reads as matrices (`losses.Projection`), so that what is
+    put around a layer would not be seen there.
     """
 
     longest: int | None = None
+    projections: tuple[str, ...] = ()
 
     def __init__(self, *, needs: FeatureNeeds, vocab: DraftVocabulary, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -337,6 +342,21 @@ class DraftHead(Learner):
         from heads.layers import BlockSizes  # builds on the values of this module
 
         return BlockSizes.of(target.config, target.vocab_size)
+
+    @classmethod
+    def for_target(
+        cls, target: FrozenTarget, vocab: DraftVocabulary, *, from_target: bool = True, **arguments: Any
+    ) -> Self:
+        """A new head of this kind, sized for a target, on its device and attached to it.
+
+        from_target: start from the target's own weights (`initialise`); arguments: those of the constructor.
+        """
+        kind: Any = cls  # every subclass takes sizes and vocab, the base does not
+        head: Self = kind(sizes=cls.sizes_of(target), vocab=vocab, **arguments).to(target.device)
+        if from_target:
+            head.initialise(target)
+        head.attach(target.weights)
+        return head
 
     @abstractmethod
     def initialise(self, target: FrozenTarget) -> None:

@@ -123,6 +123,10 @@ class BlockCache:
         self.lengths, self.width = list(lengths), max(lengths)
         self.kv.crop(self.width - self.kv.get_seq_length())
 
+    def drop(self, layer: int, columns: int) -> None:
+        """Take away the newest columns of one layer, which others have not."""
+        self.kv.layers[layer].crop(-columns)
+
     def _compact(self, before: int, kept: int, path_BN: Tensor | None) -> None:
         offset_BN = torch.arange(kept).expand(len(self.lengths), kept) if path_BN is None else path_BN[:, :kept].cpu()
         source_BN = (before + offset_BN.clamp(min=0)).to(self.device)

@@ -1,7 +1,9 @@
 """A trained head as two files: `head.safetensors` (weights and draft vocabulary) and `head.json` (everything else).
 
 `head.json` names the head's class and its constructor arguments, so that no registry is needed and no pickle is read,
-and the target that the head belongs to. This module knows neither training state nor any server's layout.
+and the target that the head belongs to. A head that was adapted (heads.lora) is kept as its adapter alone, with the
+digest of the head under it and where that lies; loaded, the two are one head like any other. This module knows neither
+training state nor any server's layout.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 import re
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from torch import Tensor
 
 from heads.artifact import UserError, seal_holds, sealed, write_atomic, write_json
 from heads.base import DraftHead
+from heads.lora import LoraSettings, adapter_state, add_adapter, fill_adapter, merge
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
 
@@ -42,22 +47,37 @@ def class_path(head: DraftHead) -> str:
     return f"{type(head).__module__}.{type(head).__qualname__}"
 
 
+@dataclass(frozen=True)
+class AdapterOf:
+    """Of which head an adapter is: its folder, the digest of its weights, and what `add_adapter` was told."""
+
+    folder: Path
+    sha256: str
+    lora: LoraSettings
+
+
 def save_head(
     head: DraftHead,
     folder: str | Path,
     *,
     target_fingerprint: Mapping[str, str],
+    adapter: AdapterOf | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Write a head into `folder`, beside whatever else lies there; returns its name and the weights' SHA-256.
 
-    extra: numbers about the training, kept as they are. Raises UserError when a weight is not finite.
+    adapter: given for a head that carries one, which is then all that is written; extra: numbers about the training,
+    kept as they are. Raises UserError when a weight is not finite.
     """
     folder = Path(folder)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    tensors = head.state_dict() if adapter is None else adapter_state(head)
+    assert tensors and _VOCAB not in tensors
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     check_finite(state)
-    assert _VOCAB not in state
-    data = save(state | {_VOCAB: head.vocab.ids_W.cpu().contiguous()})
+    if adapter is None:
+        data = save(state | {_VOCAB: head.vocab.ids_W.cpu().contiguous()})
+    else:  # with these inside, the file's own digest stands for the merged head; one key, as safetensors shuffles them
+        data = save(state, metadata={"adapter": f"of {adapter.sha256} times {adapter.lora.alpha / adapter.lora.rank}"})
     sha256 = hashlib.sha256(data).hexdigest()
     facts = {
         "format": FORMAT,
@@ -66,6 +86,7 @@ def save_head(
         "vocab_size": head.vocab.size,
         "target": dict(target_fingerprint),
         "sha256": sha256,
+        **({} if adapter is None else {"adapter": _adapter_facts(adapter, folder)}),
         "extra": dict(extra or {}),
     }
     write_atomic(folder / TENSORS, data)
@@ -73,23 +94,72 @@ def save_head(
     return {"name": head_name(head), "sha256": sha256}
 
 
+def _adapter_facts(adapter: AdapterOf, folder: Path) -> dict[str, Any]:
+    # Relative, so that runs/ can be moved as a whole.
+    base = os.path.relpath(adapter.folder.resolve(), folder.resolve())
+    return {"base": base, "base_sha256": adapter.sha256, "lora": asdict(adapter.lora)}
+
+
 def load_head(folder: str | Path, *, target: FrozenTarget | None = None) -> DraftHead:
     """The head in `folder`, bit for bit as it was saved and in eval mode; `attach` and `to` are the caller's.
 
-    target: the target it is going to be used with. Raises UserError when the head was trained for another one, or when
-    anything in the folder is missing, superfluous or misshapen.
+    An adapter comes merged into the head that it was trained on, in the number format that it was trained in. target:
+    the target it is going to be used with. Raises UserError when the head was trained for another one, when anything in
+    the folder is missing, superfluous or misshapen, and when the head under an adapter is not the one it was made for.
     """
     folder = Path(folder)
     facts = read_facts(folder)
     if target is not None:
         check_target(facts["target"], target.fingerprint, what=f"The head in {folder}")
     tensors = _read_tensors(folder, facts["sha256"])
+    if "adapter" in facts:
+        return _merged(folder, facts, tensors)
     if _VOCAB not in tensors:
         raise UserError(f"{folder / TENSORS} has no draft vocabulary ({_VOCAB}); train or convert the head again.")
     vocab = DraftVocabulary(tensors.pop(_VOCAB), facts["vocab_size"])
     head = build_head(facts["_target_"], facts["arguments"], vocab, source=str(folder / FACTS))
     fill(head, tensors, source=str(folder / TENSORS))
     return head.eval()
+
+
+def _merged(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DraftHead:
+    """The head under an adapter with the adapter merged into it."""
+    adapter = facts["adapter"]
+    base, wanted = Path(os.path.normpath(folder / adapter["base"])), adapter["base_sha256"]
+    if not (base / FACTS).is_file():
+        raise UserError(
+            f"{folder} holds an adapter of the head in {base}, which is not there; copy that head there again (its "
+            f"weights are {wanted[:12]})."
+        )
+    if (found := str(read_facts(base)["sha256"])) != wanted:
+        raise UserError(
+            f"{folder} holds an adapter of the head {wanted[:12]}, but {base} holds the head {found[:12]}; put the "
+            f"former back there, or adapt the latter anew."
+        )
+    under = load_head(base)
+    head = build_head(facts["_target_"], facts["arguments"], under.vocab, source=str(folder / FACTS))
+    fill(head, under.state_dict(), source=str(base / TENSORS))
+    head.to(next(iter(tensors.values())).dtype)
+    add_adapter(head, LoraSettings(**adapter["lora"]))
+    _check_names(adapter_state(head), tensors, source=str(folder / TENSORS))
+    fill_adapter(head, tensors)
+    merge(head)
+    return head.requires_grad_(True).eval()
+
+
+def copy_head(source: str | Path, folder: str | Path) -> dict[str, Any]:
+    """Put the head of one folder into another, an adapter with the way to its base; returns its `head.json`.
+
+    Raises UserError when the source is not as it was written.
+    """
+    source, folder = Path(source), Path(folder)
+    facts = {key: value for key, value in read_facts(source).items() if key != "digest"}
+    if "adapter" in facts:
+        base = (source / facts["adapter"]["base"]).resolve()
+        facts["adapter"] = {**facts["adapter"], "base": os.path.relpath(base, folder.resolve())}
+    write_atomic(folder / TENSORS, _read_bytes(source, facts["sha256"]))
+    write_json(folder / FACTS, sealed(facts))
+    return facts
 
 
 def read_facts(folder: str | Path) -> dict[str, Any]:
@@ -122,7 +192,11 @@ def check_target(trained: Mapping[str, str], given: Mapping[str, str], *, what: 
 
 def fill(head: DraftHead, tensors: Mapping[str, Tensor], *, source: str) -> None:
     """Put tensors into a head, keeping their dtype. Raises UserError naming the first one that does not belong."""
-    wanted = head.state_dict()
+    _check_names(head.state_dict(), tensors, source=source)
+    head.load_state_dict(dict(tensors), assign=True)
+
+
+def _check_names(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, source: str) -> None:
     problems = [f"lacks {name} {list(wanted[name].shape)}" for name in wanted if name not in tensors]
     problems += [f"has {name}, which the head has not" for name in tensors if name not in wanted]
     problems += [
@@ -133,7 +207,6 @@ def fill(head: DraftHead, tensors: Mapping[str, Tensor], *, source: str) -> None
     if problems:
         more = f" ({len(problems)} such faults)" if len(problems) > 1 else ""
         raise UserError(f"{source} {problems[0]}{more}; give the folder of a head of this kind and size.")
-    head.load_state_dict(dict(tensors), assign=True)
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
@@ -147,7 +220,7 @@ def _short(fingerprint: Mapping[str, str], part: str) -> str:
     return str(fingerprint.get(part))[:12]
 
 
-def _read_tensors(folder: Path, sha256: str) -> dict[str, Tensor]:
+def _read_bytes(folder: Path, sha256: str) -> bytes:
     path = folder / TENSORS
     if not path.is_file():
         raise UserError(f"{folder} has a {FACTS} but no {TENSORS}; copy both, or train again.")
@@ -156,10 +229,15 @@ def _read_tensors(folder: Path, sha256: str) -> dict[str, Tensor]:
         raise UserError(
             f"{path} is not the file that {FACTS} describes (changed or cut off); copy both or train again."
         )
+    return data
+
+
+def _read_tensors(folder: Path, sha256: str) -> dict[str, Tensor]:
+    data = _read_bytes(folder, sha256)
     try:
         return load(data)
     except SafetensorError as error:
-        raise UserError(f"{path} is not a safetensors file ({error}); train again.") from error
+        raise UserError(f"{folder / TENSORS} is not a safetensors file ({error}); train again.") from error
 
 
 def build_head(kind: str, arguments: Mapping[str, Any], vocab: DraftVocabulary, *, source: str) -> DraftHead:

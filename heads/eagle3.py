@@ -42,6 +42,8 @@ class Eagle3Head(RecurrentHead):
     and keys are normed, as Qwen3's are. Raises UserError on taps, depth or an objective that cannot be.
     """
 
+    projections = ("lm_head",)
+
     def __init__(
         self,
         *,

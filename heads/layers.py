@@ -110,17 +110,20 @@ class _Normed(torch.autograd.Function):
 class DraftAttention(nn.Module):
     """Grouped-query attention with rotary positions over an input of width `width`.
 
-    qk_norm: queries and keys are normed head by head before they are rotated, as in Qwen3.
+    qk_norm: queries and keys are normed head by head before they are rotated, as in Qwen3. qkv_bias: queries, keys and
+    values have a bias, zero at first, as in Qwen2.
     """
 
-    def __init__(self, config: LlamaConfig, width: int, *, qk_norm: bool = False) -> None:
+    def __init__(self, config: LlamaConfig, width: int, *, qk_norm: bool = False, qkv_bias: bool = False) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False)
+        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=qkv_bias)
+        for projection in (self.q_proj, self.k_proj, self.v_proj) if qkv_bias else ():
+            nn.init.zeros_(projection.bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
         self.q_norm, self.k_norm = (
             RMSNorm(self.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity() for _ in "qk"
@@ -136,15 +139,20 @@ class DraftAttention(nn.Module):
         return keys, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
     def cached(
-        self, x_BND: Tensor, rope: tuple[Tensor, Tensor], cache: BlockCache, allowed_BNC: Tensor | None
+        self,
+        x_BND: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: BlockCache,
+        allowed_BNC: Tensor | None,
+        layer: int = 0,
     ) -> Tensor:
-        """Attention of a block over the cache and itself; appends the block to the cache."""
+        """Attention of a block over the cache and itself; appends the block to this layer of the cache."""
         parts = [
             project(x_BND).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         ]
         cos, sin = (table.to(x_BND.dtype) for table in rope)
         q, k = apply_rotary_pos_emb(self.q_norm(parts[0]), self.k_norm(parts[1]), cos, sin, unsqueeze_dim=-2)
-        k, v = cache.kv.update(k.transpose(1, 2), parts[2].transpose(1, 2), 0)
+        k, v = cache.kv.update(k.transpose(1, 2), parts[2].transpose(1, 2), layer)
         nodes, columns = q.shape[1], k.shape[2]
         mask = None
         if allowed_BNC is not None:
@@ -158,9 +166,9 @@ class DraftAttention(nn.Module):
 class DraftBlock(nn.Module):
     """Attention and MLP with their residuals; the caller owns the norms in front of the attention."""
 
-    def __init__(self, config: LlamaConfig, width: int, *, qk_norm: bool = False) -> None:
+    def __init__(self, config: LlamaConfig, width: int, *, qk_norm: bool = False, qkv_bias: bool = False) -> None:
         super().__init__()
-        self.self_attn = DraftAttention(config, width, qk_norm=qk_norm)
+        self.self_attn = DraftAttention(config, width, qk_norm=qk_norm, qkv_bias=qkv_bias)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
@@ -192,6 +200,8 @@ def copy_last_layer(block: DraftBlock, model: PreTrainedModel) -> dict[str, Tens
         given = donor.get(name)
         if given is not None and name not in scaled and len(given) == len(weight) and given.ndim == weight.ndim == 2:
             weight[:, weight.shape[1] - given.shape[1] :] = given.to(weight)
+        if given is not None and name.endswith("bias") and given.shape == weight.shape:
+            weight.copy_(given)
     gains = {}
     inside = ("post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "input_layernorm")
     for name in (*(f"{prefix}{norm}" for norm in inside), "norm"):

@@ -14,24 +14,24 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from heads.base import FeatureNeeds, LossSums, TargetFeatures, wide
-from heads.layers import BlockSizes, DraftBlock, RMSNorm, Rotary, copy_last_layer
+from heads.artifact import UserError
+from heads.base import FeatureNeeds, LossSums, TargetFeatures
+from heads.layers import BlockSizes, Rotary
+from heads.mtp_module import MTPModule
 from heads.recurrent import RecurrentHead, Slot
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
 
-_PROBE = 64  # tokens that the scale of the target's last layer is measured on
-_SMALL = 0.1  # gains of the target's final norm below this share of their mean count as this share where divided by
 
-
-class MTPHead(RecurrentHead):
+class MTPHead(RecurrentHead, MTPModule):
     """One decoder block on the projected pair of embedding and state, with the target's embeddings and projection.
 
     sizes: of the target's layers; depth: passes K; loss, decay, eta: see heads.losses.Objective; final_norm: a norm
     after the block, whose output is read and fed back, as in MiMo's layout, else the block's own output, as in
-    ERNIE's. The embedding at rope position 0 is zero, as servers have it. Raises UserError on values that cannot be.
+    ERNIE's; qkv_bias: queries, keys and values have a bias, as in MiMo's. The embedding at rope position 0 is zero, as
+    servers have it. Raises UserError on values that cannot be.
     """
 
     def __init__(
@@ -44,49 +44,19 @@ class MTPHead(RecurrentHead):
         decay: float | str = 0.6,
         eta: float = 3.0,
         final_norm: bool = True,
+        qkv_bias: bool = False,
     ) -> None:
+        if qkv_bias and not final_norm:
+            raise UserError("head.qkv_bias=true has no place without head.final_norm=true; set one of them otherwise.")
         sizes = sizes if isinstance(sizes, BlockSizes) else BlockSizes(**sizes)
-        own = {"sizes": asdict(sizes), "final_norm": final_norm}
+        own = {"sizes": asdict(sizes), "final_norm": final_norm, "qkv_bias": qkv_bias}
         super().__init__(needs=FeatureNeeds(), vocab=vocab, depth=depth, loss=loss, decay=decay, eta=eta, own=own)
-        config, width = sizes.llama_config(), sizes.hidden_size
-        self.embed_norm = RMSNorm(width, config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
-        self.proj = nn.Linear(2 * width, width, bias=False)
-        self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
-        self.layer = DraftBlock(config, width)
-        self.norm = RMSNorm(width, config.rms_norm_eps) if final_norm else None
-        self.rotary = Rotary(config)
+        self.add_parts(sizes, final_norm, qkv_bias)
+        self.rotary = Rotary(sizes.llama_config())
 
-    @torch.no_grad()
     def initialise(self, target: FrozenTarget) -> None:
-        """Start as one more layer of the target like its last: proj hands on the hidden state, beside a small random
-        part of the embedding.
-
-        f = g · x / rms(x) for a state x between layers and the gain g of the final norm. With a final norm of its own
-        the head turns f back into such an x and puts the target's norm at the end. Without one its states are f's,
-        and what the block reads and writes is scaled from x to f instead.
-        """
-        gains = copy_last_layer(self.layer, target.model)
-        ones = torch.ones_like(self.input_layernorm.weight)
-        final, first = (gains[name].to(ones) if name in gains else ones for name in ("norm", "input_layernorm"))
-        size = final.square().mean().sqrt()
-        back = size / torch.where(final < 0, -1.0, 1.0) / final.abs().clamp_min(_SMALL * final.abs().mean())
-        scale = _scale_between_layers(target).to(ones)
-        block = self.layer
-        if self.norm is not None:
-            self.norm.weight.copy_(final)
-            self.hidden_norm.weight.copy_(back)
-        else:
-            scale, per_state = size, final / scale
-            self.hidden_norm.weight.fill_(1.0)
-            first = first * back
-            block.post_attention_layernorm.weight.mul_(back)
-            for writer in (block.self_attn.o_proj, block.mlp.down_proj):
-                writer.weight.mul_(per_state[:, None])
-        self.input_layernorm.weight.copy_(first)
-        width = len(ones)
-        self.proj.weight[:, :width].normal_(0, 0.02 * float(scale))
-        self.proj.weight[:, width:] = scale * torch.eye(width, device=ones.device)
+        """Start as one more layer of the target (see heads.mtp_module)."""
+        self.start_as_layer(target)
 
     def loss(self, features: TargetFeatures) -> LossSums:
         """Unrolled loss over one packed batch (see heads.pairs.summed)."""
@@ -99,23 +69,13 @@ class MTPHead(RecurrentHead):
     def slot(self, next_ids: Tensor, fed: Tensor, positions: Tensor) -> Slot:
         """The projected pair, which is the residual, and behind the block's norm what the attention reads."""
         normed = self.hidden_norm(fed)
-        embedded = self.embed(next_ids, normed).masked_fill((positions == 0)[..., None], 0.0)
-        projected = self.proj(torch.cat([self.embed_norm(embedded), normed], dim=-1))
-        return Slot(self.input_layernorm(projected), projected)
+        return self.join(self.embed(next_ids, normed), normed, positions)
 
     def outcome(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """The same state is fed on and read."""
-        hidden = self.layer.finish(residual, attended)
-        output = hidden if self.norm is None else self.norm(hidden)
+        output = self.close(residual, attended)
         return output, output
 
     def logits(self, output: Tensor) -> Tensor:
         """By the target's own projection."""
         return self.draftable.read(output)
-
-
-def _scale_between_layers(target: FrozenTarget) -> Tensor:
-    """Typical size (root of the mean square) of a state in front of the target's last layer, over a few tokens."""
-    ids = torch.arange(1, _PROBE + 1, device=target.device)[None] % target.vocab_size
-    taps_BTE = target.forward(ids[:, : target.max_length], taps=(target.num_layers - 1,)).taps_BTE
-    return wide(taps_BTE).square().mean(-1).sqrt().median()

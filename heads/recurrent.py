@@ -11,11 +11,13 @@ neither, and no loss, file format or sampling rule.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from heads.base import Committed, Draw, Proposal, TargetFeatures
 from heads.cache import Block, BlockCache
@@ -26,6 +28,8 @@ from heads.unrolled import Columns, unrolled_attention
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin of some positions."""
+Column = tuple[Tensor, Tensor]
+"""Keys and values of some slots."""
 
 
 @dataclass
@@ -138,6 +142,7 @@ class RecurrentHead(SelfFedHead):
 
     layer: DraftBlock
     rotary: Rotary
+    recompute = False
 
     @abstractmethod
     def slot(self, next_ids: Tensor, fed: Tensor, positions: Tensor) -> Slot:
@@ -158,20 +163,40 @@ class RecurrentHead(SelfFedHead):
         base = self.layer.self_attn.keys_values(every.x, rope_T)
         here = Slot(every.x[starts_N], every.residual[starts_N])
         rope_N = (rope_T[0][starts_N], rope_T[1][starts_N])
-        own: list[tuple[Tensor, Tensor]] = []
-        outputs: list[Tensor] = []
-        fed_ND = base_TD[:0]
-        for k in range(depth):
-            if k > 0:
-                place_N = (starts_N + 1 + k).clamp(max=len(features.ids_T) - 1)
-                here = self.slot(features.ids_T[place_N], fed_ND, positions_T[starts_N] + k)
-                rope_N = self._rope(here.x, positions_T[starts_N] + k)
-                own.append(self.layer.self_attn.keys_values(here.x, rope_N))
-            queries_NHd = self.layer.self_attn.queries(here.x, rope_N)
-            attended_ND = self.layer.self_attn.o_proj(unrolled_attention(queries_NHd, base, own, columns).flatten(1))
-            fed_ND, output_ND = self.outcome(here.residual, attended_ND)
-            outputs.append(output_ND.to(attended_ND.dtype))
+        fed_ND, output_ND = self._again(self._attend, here, rope_N, base, [], columns)
+        own: list[Column] = []
+        outputs = [output_ND]
+        for k in range(1, depth):
+            place_N = (starts_N + 1 + k).clamp(max=len(features.ids_T) - 1)
+            ids_N, there_N = features.ids_T[place_N], positions_T[starts_N] + k
+            fed_ND, output_ND, column = self._again(self._pass, ids_N, fed_ND, there_N, base, list(own), columns)
+            own.append(column)
+            outputs.append(output_ND)
         return torch.stack(outputs)
+
+    def _again(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """What the function gives; with `recompute` only its inputs are kept for the backward."""
+        if not self.recompute:
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn here
+
+    def _pass(
+        self, ids_N: Tensor, fed_ND: Tensor, positions_N: Tensor, base: Column, own: list[Column], columns: Columns
+    ) -> tuple[Tensor, Tensor, Column]:
+        """A pass after the first: (what the next is fed, the state that is read, keys and values of its own column)."""
+        here = self.slot(ids_N, fed_ND, positions_N)
+        rope_N = self._rope(here.x, positions_N)
+        column = self.layer.self_attn.keys_values(here.x, rope_N)
+        return *self._attend(here, rope_N, base, [*own, column], columns), column
+
+    def _attend(
+        self, here: Slot, rope_N: Rope, base: Column, own: list[Column], columns: Columns
+    ) -> tuple[Tensor, Tensor]:
+        """(what the next pass is fed, the state that is read) of slots that see the base and their own column."""
+        queries_NHd = self.layer.self_attn.queries(here.x, rope_N)
+        attended_ND = self.layer.self_attn.o_proj(unrolled_attention(queries_NHd, base, own, columns).flatten(1))
+        fed_ND, output_ND = self.outcome(here.residual, attended_ND)
+        return fed_ND, output_ND.to(attended_ND.dtype)
 
     def slots(
         self, cache: BlockCache, next_ids_BM: Tensor, hidden_BMD: Tensor, block: Block, rope: Rope | None = None

@@ -78,6 +78,8 @@ class StackedHead(PairHead):
     nor cap, as servers read them; loss, decay, eta: see heads.losses.Objective; own: arguments of the subclass. Raises
     UserError on values that cannot be."""
 
+    projections = ("lm_heads",)
+
     def __init__(
         self,
         *,

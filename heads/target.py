@@ -24,11 +24,21 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from heads.artifact import MANIFEST, UserError, digest, read_manifest
 from heads.base import TargetWeights
-from heads.cache import BlockCache
+from heads.cache import BlockCache, growing_cache
 from heads.packed import for_packed_queries, group_attention, pack_linears
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -50,7 +60,11 @@ class TargetOutput:
 
 
 class FrozenTarget:
-    """A causal language model that is never trained here. Make one with `FrozenTarget.load`."""
+    """A causal language model that is never trained here. Make one with `FrozenTarget.load`.
+
+    recurrent: the kinds of its layers that carry a state from token to token (gated delta nets, state spaces); such a
+    target answers and is read, but takes no block of drafts.
+    """
 
     def __init__(
         self,
@@ -76,6 +90,7 @@ class FrozenTarget:
         facts = config.to_dict()
         self._softcap: float | None = facts.get("final_logit_softcapping")
         layer_types = set(facts.get("layer_types") or ["full_attention"])
+        self.recurrent = _recurrent_kinds(config)
         self._window: int | None = facts.get("sliding_window") if "sliding_attention" in layer_types else None
         self._check_alignment()
 
@@ -176,19 +191,21 @@ class FrozenTarget:
         """Run the target over a block of tokens, appended to `cache` if one is given.
 
         counts: valid tokens per row, padding on the right (default: all); parents_N: a tree instead of a chain.
-        The caller decides afterwards, with `cache.keep`, what stays.
+        The caller decides afterwards, with `cache.keep`, what stays. UserError on a cache or a tree where layers are
+        recurrent.
         """
         rows, nodes = ids_BN.shape
-        cache_or_new = cache if cache is not None else BlockCache(rows, self.device)
-        block = cache_or_new.place([nodes] * rows if counts is None else counts, parents_N)
-        output = self.model.base_model(
-            input_ids=ids_BN,
-            position_ids=block.positions_BN,
-            attention_mask=self._mask(block.allowed_BNC, block.positions_BN, cache_or_new),
-            cache=cache_or_new.kv,
-            use_cache=True,
-            output_hidden_states=bool(taps),
-        )
+        if self.recurrent:
+            if cache is not None or parents_N is not None:
+                self.check_decodes()
+            how: dict[str, Any] = {"use_cache": False}
+        else:
+            cache_or_new = cache if cache is not None else BlockCache(rows, self.device)
+            block = cache_or_new.place([nodes] * rows if counts is None else counts, parents_N)
+            mask = self._mask(block.allowed_BNC, block.positions_BN, cache_or_new)
+            how = {"position_ids": block.positions_BN, "attention_mask": mask, "cache": cache_or_new.kv}
+            how["use_cache"] = True
+        output = self.model.base_model(input_ids=ids_BN, output_hidden_states=bool(taps), **how)
         last_BTD = output.last_hidden_state
         taps_BTE = (
             torch.cat([output.hidden_states[tap] for tap in taps], dim=-1)
@@ -196,6 +213,20 @@ class FrozenTarget:
             else last_BTD.new_empty(rows, nodes, 0)
         )
         return TargetOutput(last_BTD, taps_BTE)
+
+    def check_decodes(self) -> None:
+        """Raises UserError where the exact decoder cannot run this target: a recurrent state holds all tokens that it
+        was given, so it cannot go back to where a draft was rejected."""
+        if self.recurrent:
+            raise UserError(
+                f"The target {self.path} has layers of {', '.join(self.recurrent)}, whose state cannot go back to "
+                f"where a draft was rejected, so nothing is decoded with drafts here; collect, train and export with "
+                f"'stages=[collect,train,export]' and train.eval_every=null, and measure the head in its server."
+            )
+
+    def new_cache(self) -> Cache:
+        """An empty cache for answering a batch without drafts."""
+        return DynamicCache(config=self.config) if self.recurrent else growing_cache()
 
     def logits(self, last: Tensor) -> Tensor:
         """Logits [..., V] in the target's dtype from states after the final norm [..., D]."""
@@ -252,6 +283,14 @@ class FrozenTarget:
                 f"The logits of {type(self.model).__name__} are not lm_head(final norm state): this family "
                 f"rescales them in a way that is not supported yet; choose another target."
             )
+
+
+def _recurrent_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
+    """The kinds of layers whose cache is a state, by transformers' own word."""
+    kinds = config.to_dict().get("layer_types") or []
+    layers = DynamicCache(config=config).layers if kinds else []
+    recurrent = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers]
+    return tuple(sorted({kind for kind, state in zip(kinds, recurrent, strict=False) if state}))
 
 
 def load_tokenizer(

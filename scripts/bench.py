@@ -5,6 +5,7 @@ python -m scripts.bench bench=train_growth head=eagle3
 python -m scripts.bench bench=train_peer peer_python=<python with speculators>
 python -m scripts.bench bench=decode name=demo
 python -m scripts.bench bench=peers name=demo
+python -m scripts.bench bench=collect name=demo
 python -m scripts.bench bench=cost name=demo
 python -m scripts.bench bench=prediction name=demo
 """
@@ -19,7 +20,7 @@ from omegaconf import DictConfig
 
 from scripts.common import build_head, load_target, script
 from scripts.costs import bench_cost, bench_prediction
-from scripts.settings import build, check_value, plain
+from scripts.settings import build, check_value, generation_settings, plain
 from scripts.train_turns import bench_train_growth, bench_train_peer
 
 # Every setting of conf/bench/*.yaml: its type, and the least that it, or each value of a list, may be.
@@ -46,6 +47,7 @@ _FROM_ZERO = {"prediction": ("gammas",)}  # γ 0, plain decoding, is among what 
 def run(cfg: DictConfig) -> None:
     """The measurement that bench= names."""
     kinds = {"train": bench_train, "decode": bench_decode, "peers": bench_peers}
+    kinds |= {"collect": bench_collect}
     kinds |= {"cost": bench_cost, "prediction": bench_prediction}
     kinds |= {"train_growth": bench_train_growth, "train_peer": bench_train_peer}
     check_settings(cfg, list(kinds))
@@ -105,6 +107,36 @@ def bench_train(cfg: DictConfig) -> None:
     )
     print(f"          {speed.share:.0%} of the matmul peak measured in turn ({speed.peak / 1e9:,.0f} GFLOP/s at best)")
     print(f"          {speed.memory / 1e9:.2f} GB of memory at most")
+
+
+def bench_collect(cfg: DictConfig) -> None:
+    """Collecting against bare forwards, and answers in batches against one prompt at a time."""
+    import tempfile
+
+    from scripts.collect import collected_needs
+    from scripts.prompts import train_requests
+    from training.collect_bench import Pair, collect_speed
+
+    print(f"bench     collecting from {cfg.target.path} in {cfg.target.dtype}, each side in turn", flush=True)
+    prompts = [request.prompt for request in train_requests(cfg, cfg.bench.requests)]
+    target, generation = load_target(cfg), generation_settings(cfg)
+    with tempfile.TemporaryDirectory(dir=cfg.run_dir, prefix=".bench-") as folder:
+        found = collect_speed(
+            target,
+            prompts,
+            needs=collected_needs(cfg, target),
+            generation=generation,
+            folder=folder,
+            repeats=cfg.bench.repeats,
+        )
+
+    def line(pair: Pair, own: str, other: str) -> None:
+        (rate, peer), (ratio, low, high) = pair.rates, pair.ratio
+        print(f"          {own}: {rate:,.0f} tokens/s, {other} {peer:,.0f} = {ratio:.2f}× ({low:.2f} … {high:.2f})")
+
+    print(f"          {len(prompts)} prompts in batches of {generation.batch_size}, {cfg.bench.repeats} repeats")
+    line(found.states, f"collected, with the store ({found.states.tokens[0]:,} positions)", "the bare forward")
+    line(found.answers, f"answers with their states ({found.answers.tokens[0]:,} tokens)", "generate at batch 1")
 
 
 def bench_decode(cfg: DictConfig) -> None:

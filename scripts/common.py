@@ -19,7 +19,9 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from scripts.help import answer, nearest
 from scripts.settings import build, check_call, check_start, plain
+from training.processes import PeerFailed, Peers
 
 if TYPE_CHECKING:  # torch and transformers take seconds; a first line of output must not wait for them
     from heads.base import DraftHead
@@ -30,28 +32,37 @@ CRASHED = 1
 USER_ERROR = 2
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 INTERRUPTED = 130
+_SAME = (
+    "Another job of this sweep has written to {}; name the folder after what is swept, such as "
+    "'run_dir=runs/sweep/${{head.loss}}'."
+)
 # Arguments of a head that say how it is trained, not what it is.
 _OF_TRAINING = ("depth", "loss", "decay", "eta", "feature_weight", "token_weight", "noise")
 
 
 def script(
-    config: str = "config", *, launched: bool = False
+    config: str = "config", *, launched: bool = False, one_folder: bool = False
 ) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Make an entry point of a function of the config: Hydra composes it, and every mistake is one line on stderr.
 
     launched: `accelerate launch` may start it several times over; any other command would do its work several times.
+    one_folder: each job of a multirun needs a run_dir of its own.
     """
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         failed: list[tuple[str, int]] = []
+        folders: set[str] = set()
         composed = hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(
-            one_sentence(main, launched=launched, failed=failed)
+            one_sentence(main, launched=launched, failed=failed, folders=folders if one_folder else None)
         )
 
         @functools.wraps(main)
         def entry() -> None:
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors on instead of printing them
             failed.clear()
+            folders.clear()
+            if answer(main, config):
+                return
             try:
                 composed()
             except JobFailed:  # Hydra raises the first one when all jobs are through
@@ -65,7 +76,7 @@ def script(
             except InstantiationException:  # a fault of ours, which deserves its traceback
                 raise
             except (HydraException, OmegaConfBaseException) as error:
-                sys.exit(_fail(_phrase(error)))
+                sys.exit(_fail(_phrase(error, config)))
 
         return entry
 
@@ -77,11 +88,16 @@ class JobFailed(Exception):
 
 
 def one_sentence(
-    main: Callable[[DictConfig], None], *, launched: bool = False, failed: list[tuple[str, int]] | None = None
+    main: Callable[[DictConfig], None],
+    *,
+    launched: bool = False,
+    failed: list[tuple[str, int]] | None = None,
+    folders: set[str] | None = None,
 ) -> Callable[[DictConfig], None]:
     """Turn mistakes of the user and a full disk into one line on stderr and exit code 2.
 
-    Within a multirun it raises JobFailed instead and adds the job's overrides and exit code to `failed`.
+    Within a multirun it raises JobFailed instead and adds the job's overrides and exit code to `failed`; a job whose
+    run_dir is among the `folders` of those before it is refused.
     """
 
     @functools.wraps(main)
@@ -91,12 +107,17 @@ def one_sentence(
 
         several = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
         try:
-            code = _attempt(main, cfg, launched)
+            if several and folders is not None and cfg.run_dir in folders:
+                code = _fail(_SAME.format(cfg.run_dir))
+            else:
+                code = _attempt(main, cfg, launched)
         except Exception:
             if not several:
                 raise
             traceback.print_exc()  # Hydra would show that of the first failed job only
             code = CRASHED
+        if several and folders is not None:
+            folders.add(cfg.run_dir)
         if several and code in (USER_ERROR, CRASHED):
             if failed is not None:
                 failed.append((" ".join(HydraConfig.get().overrides.task), code))
@@ -114,6 +135,8 @@ def _attempt(main: Callable[[DictConfig], None], cfg: DictConfig, launched: bool
     try:
         check_start(cfg, launched)
         main(cfg)
+    except PeerFailed:  # the process that failed says why
+        return USER_ERROR
     except UserError as error:
         return _fail(str(error))
     except OmegaConfBaseException as error:
@@ -142,7 +165,7 @@ def _fail(sentence: str) -> int:
     return USER_ERROR
 
 
-def _phrase(error: Exception) -> str:
+def _phrase(error: Exception, config: str = "config") -> str:
     """What Hydra and OmegaConf have to say, as one sentence."""
     if isinstance(error, OverrideParseException):
         return f"The override {error.override} cannot be read; write group.key=value, quoted against the shell."
@@ -151,11 +174,35 @@ def _phrase(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     name = lines[0].removeprefix("Could not override '").removesuffix("'.")
     if name != lines[0]:
-        return f"There is no setting {name}; --cfg job shows all, and a name of your own takes a + before it."
+        alike = " or ".join(nearest(name, config))
+        hint = f"do you mean {alike}? " if alike else ""
+        return f"There is no setting {name}; {hint}--help shows all, and a name of your own takes a + before it."
     if isinstance(error, MissingMandatoryValue):
         return f"{lines[0]}; give it on the command line."
     told = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
     return f"{' '.join(told).removesuffix('.')}."
+
+
+def check_target_path(cfg: DictConfig) -> None:
+    """Raises UserError when no target is named."""
+    from heads.artifact import UserError
+
+    if OmegaConf.is_missing(cfg.target, "path"):
+        raise UserError("target=custom needs target.path=<folder, Hub id or .gguf file>.")
+
+
+def is_main() -> bool:
+    """Whether this is the process of a launch that speaks for all."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def launched_peers(cfg: DictConfig) -> Peers:
+    """The processes that `accelerate launch` started, or this one alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Peers()
+    import torch
+
+    return Peers.of_launch(cpu=not torch.cuda.is_available() or str(cfg.target.device) == "cpu")
 
 
 def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
@@ -166,8 +213,7 @@ def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
     from heads.target import FrozenTarget, quiet_transformers
 
     quiet_transformers()
-    if OmegaConf.is_missing(cfg.target, "path"):
-        raise UserError("target=custom needs target.path=<folder, Hub id or .gguf file>.")
+    check_target_path(cfg)
     options = plain(cfg.target)
     check_call(FrozenTarget.load, "target", options)
     if options["device"] == "auto":
@@ -188,12 +234,10 @@ def build_head(
 
     torch.manual_seed(cfg.seed)
     made = _head_class(cfg)
-    head = made(sizes=donor.arguments["sizes"] if donor else made.func.sizes_of(target), vocab=vocab)
-    head.to(target.device)
-    if donor is not None:
-        _continue_from(head, donor)
-    elif cfg.head.from_target:
-        head.initialise(target)
+    if donor is None:
+        return made.func.for_target(target, vocab, from_target=cfg.head.from_target, **made.keywords)
+    head = made(sizes=donor.arguments["sizes"], vocab=vocab).to(target.device)
+    _continue_from(head, donor)
     head.attach(target.weights)
     return head
 
@@ -216,6 +260,14 @@ def _continue_from(head: DraftHead, donor: DraftHead) -> None:
             )
     own = head.state_dict()
     fill(head, {name: tensor.to(own[name]) for name, tensor in donor.state_dict().items()}, source="train.init_from")
+
+
+def open_tracker(cfg: DictConfig, folder: Path) -> Any:
+    """The tracker of the config for the numbers in a folder, told what makes them."""
+    from heads.artifact import provenance
+
+    # Handed over after Hydra, which would build what the config inside names.
+    return build(cfg, "tracking", folder=str(folder), _partial_=True)(about=provenance(plain(cfg)))
 
 
 def servable_head(cfg: DictConfig) -> DraftHead:

@@ -1,6 +1,7 @@
 """Evaluated heads and their rivals to one ranking, with differences in pairs, as a table and as a page.
 
-python -m scripts.compare                                       (all runs under runs/compare)
+python -m scripts.compare                                       # all runs under runs/compare
+python -m scripts.compare comparison_dir=runs/sweep
 python -m scripts.compare 'runs=[runs/compare/eagle3,runs/mine]' comparison_dir=runs/both
 """
 

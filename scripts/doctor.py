@@ -1,5 +1,7 @@
 """Are target and traffic fit, what will they take, and what would be changed? Exit code 1 when something is wrong.
 
+python -m scripts.doctor experiment=demo
+python -m scripts.doctor traffic=files traffic.path=logs/ doctor.conversations=100000
 python -m scripts.doctor target=custom target.path=my/model traffic=jsonl traffic.path=prompts.jsonl
 """
 

@@ -5,6 +5,7 @@ python -m scripts.evaluate name=mine head_dir=runs/other/head eval.gamma=3
 python -m scripts.evaluate name=mine 'eval.tree={top_k: 4, nodes: 12}'
 python -m scripts.evaluate name=mine 'eval.tree={nodes: 24}'
 python -m scripts.evaluate name=mine 'rival=[prompt_lookup,early_exit,lookahead]'
+python -m scripts.evaluate name=mine server.url=http://127.0.0.1:8000
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from scripts.common import load_target, script
+from scripts.common import load_target, open_tracker, script
 from scripts.costs import kept_load, machine
 from scripts.drafters import plan_tree, proposers, within_reach
 from scripts.prompts import held_out_requests, tokenizer_of
@@ -120,24 +121,48 @@ def _samples(cfg: DictConfig, runs: Sequence[Run], requests: Sequence[Request], 
 
 
 def track(cfg: DictConfig, folder: Path, report: Mapping[str, Any]) -> None:
-    """The numbers, the table and the page to the tracker, into the head's own run where that is known."""
+    """The numbers, the table, the pages and the head to the tracker, into the head's own run where that is known."""
+    from eval.report_samples import samples_page
     from eval.report_table import flat_rows, headline_numbers
+    from heads.artifact import MANIFEST
+    from heads.checkpoint import FACTS, TENSORS
     from training.checkpoint import CheckpointFolder
     from training.tracking import Evaluation
 
-    tracker = build(cfg, "tracking", folder=str(folder))
-    page = (folder / "report.html").read_text()
-    tracker.publish(
-        Evaluation(headline_numbers(report), flat_rows(report), page),
-        run_id=CheckpointFolder.tracker_run(Path(cfg.head_dir) / "checkpoints"),
+    head_dir = Path(cfg.head_dir)
+    facts = {"head": report["head"], "target": report["target"], "traffic": report["traffic"]}
+    open_tracker(cfg, folder).publish(
+        Evaluation(
+            numbers={**headline_numbers(report), **taught_numbers(report)},
+            rows=flat_rows(report),
+            page=(folder / "report.html").read_text(),
+            samples=samples_page(report),
+            head=str(report["head"]["name"]),
+            files=[path for name in (FACTS, TENSORS, MANIFEST) if (path := head_dir / name).is_file()],
+            facts=facts,
+        ),
+        run_id=CheckpointFolder.tracker_run(head_dir / "checkpoints"),
         config=plain(cfg),
     )
 
 
-@script()
+def taught_numbers(report: Mapping[str, Any]) -> dict[str, float]:
+    """By depth the decoder's acceptance, the teacher-forced one and their gap, as far as they are known."""
+    taught = report["teacher_forced"] or {}
+    names = {"acceptance": "decoder", "teacher_forced": "teacher", "gap": "gap"}
+    found = {f"{n}/{k}": one["value"] for n, key in names.items() for k, one in enumerate(taught.get(key, ()), 1)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@script(one_folder=True)
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.evaluate`."""
-    run(cfg)
+    if cfg.server.url is None:
+        run(cfg)
+    else:
+        from scripts import served
+
+        served.run(cfg)
 
 
 if __name__ == "__main__":

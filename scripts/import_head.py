@@ -2,6 +2,7 @@
 
     python -m scripts.import_head name=theirs from=downloaded/eagle3 target=custom target.path=my/model
     python -m scripts.import_head from=runs/demo/export check=true    # exit code 2 where it is not of this target
+    python -m scripts.import_head name=theirs from=org/head layout=sglang
 
 What comes out is runs/<name>/head: evaluate it, compare it, export it in another layout, or train it on with
 train.init_from=runs/<name>/head.

@@ -1,5 +1,7 @@
 """A trained Medusa head to Medusa-2: it and its target learn together, and the target is another one afterwards.
 
+python -m scripts.medusa2 name=changed stage1=runs/mine medusa2.rank=16
+python -m scripts.medusa2 name=changed stage1=runs/mine train.epochs=1 medusa2.head_weight=0.1
 python -m scripts.medusa2 name=changed stage1=runs/mine target=custom target.path=my/model
 """
 
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from scripts.common import load_target, script
+from scripts.common import load_target, open_tracker, script
 from scripts.settings import build, check_node, generation_settings, plain, train_settings
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ def _check(cfg: DictConfig) -> None:
     check_node(cfg, "medusa2")
     if cfg.train.eval_every is not None:
         raise UserError("train.eval_every measures a head against a target that stays; set train.eval_every=null.")
+    if cfg.train.lora is not None:
+        raise UserError("train.lora adapts a head alone; set train.lora=null, and medusa2.rank= for the target's own.")
     if cfg.medusa2.held_out < 1:
         raise UserError(f"medusa2.held_out={cfg.medusa2.held_out} compares nothing; give at least 1.")
     if cfg.target.adapter is not None:
@@ -106,7 +110,7 @@ def _trained(cfg: DictConfig, folder: Path) -> tuple[DraftHead, TrainResult, lis
         store.select(head.needs),
         train_settings(cfg),
         folder=folder / "head",
-        tracker=build(cfg, "tracking", folder=str(folder / "head")),
+        tracker=open_tracker(cfg, folder / "head"),
         identity=stage1,
         stream=sys.stderr,
     )

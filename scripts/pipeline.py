@@ -1,6 +1,7 @@
 """Traffic to a head in one command: collect, train, evaluate, export. A finished stage is used as it is.
 
 python -m scripts.pipeline experiment=demo
+accelerate launch --num_processes 8 -m scripts.pipeline name=mine traffic=jsonl traffic.path=prompts.jsonl
 python -m scripts.pipeline --multirun experiment=compare head=medusa,hydra_mlp,eagle,eagle3,mtp
 python -m scripts.pipeline name=mine target=custom target.path=my/model traffic=jsonl traffic.path=prompts.jsonl
 """
@@ -9,13 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from omegaconf import DictConfig
 
 from scripts import collect, compare, evaluate, export, train
-from scripts.common import script
+from scripts.common import launched_peers, script
 from scripts.settings import check_all, check_value, plain
 
+TOGETHER = ("collect", "train")  # what all processes of a launch do; the others are the first one's
 STAGES = {
     "collect": ("the target answers the prompts", collect.run),
     "train": ("the head learns from its states", train.run),
@@ -27,16 +30,22 @@ STAGES = {
 
 def run(cfg: DictConfig) -> None:
     """All stages of the config, one after another."""
-    started = time.monotonic()
+    started, peers = time.monotonic(), launched_peers(cfg)
+    say = partial(print, flush=True) if peers.main else (lambda text: None)
     stages = plain(cfg)["stages"]
     check_stages(stages)
-    print(f"Draftsmith: {cfg.name}, {len(stages)} stages, each resumable; artifacts go to {cfg.run_dir}", flush=True)
+    say(f"Draftsmith: {cfg.name}, {len(stages)} stages, each resumable; artifacts go to {cfg.run_dir}")
     check_all(cfg)
     for place, name in enumerate(stages, start=1):
         title, stage = STAGES[name]
-        print(f"\n[{(time.monotonic() - started) / 60:4.1f} min] {place}/{len(stages)} {title}", flush=True)
-        stage(cfg)
-    print(f"\n[{(time.monotonic() - started) / 60:4.1f} min] done", flush=True)
+        say(f"\n[{(time.monotonic() - started) / 60:4.1f} min] {place}/{len(stages)} {title}")
+        if name in TOGETHER:
+            stage(cfg)
+            continue
+        with peers.step():
+            if peers.main:
+                stage(cfg)
+    say(f"\n[{(time.monotonic() - started) / 60:4.1f} min] done")
 
 
 def check_stages(stages: Sequence[str]) -> None:
@@ -50,9 +59,12 @@ def check_stages(stages: Sequence[str]) -> None:
         raise UserError(f"stages={list(stages)} names {unknown[0]!r}; choose among {', '.join(STAGES)}.")
 
 
-@script()
+@script(one_folder=True, launched=True)
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.pipeline`."""
+    from training.processes import start_missing_processes
+
+    start_missing_processes()
     run(cfg)
 
 

@@ -1,7 +1,8 @@
 """A head to a certificate: greedy texts are the target's own, sampled ones follow its law, and mistakes are seen.
 
 python -m scripts.prove experiment=demo
-python -m scripts.prove experiment=demo damage=wrong_q      (must fail)
+python -m scripts.prove name=mine 'prove.dtypes=[float32,bfloat16]'
+python -m scripts.prove experiment=demo damage=wrong_q      # must end with exit code 1
 """
 
 from __future__ import annotations

@@ -11,14 +11,19 @@ if TYPE_CHECKING:
     from heads.target import FrozenTarget
 
 _FROM_ONE = ("max_ngram", "window", "candidates", "exit_layer")  # settings of rivals
+_LAYERS = 10**6  # of the made-up target: whatever is wrong there is wrong everywhere
 
 
 def check_config(cfg: DictConfig) -> None:
     """Whatever the config alone can tell of export, tracking and rivals. Raises UserError."""
     from heads.artifact import UserError
+    from heads.export.folder import format_of
     from heads.target import DTYPES
-    from training.tracking import MODES
+    from training.wandb_tracker import MODES
 
+    format_of(str(cfg.export.layout))
+    if cfg.target.dtype not in DTYPES:
+        raise UserError(f"target.dtype={cfg.target.dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
     if cfg.export.get("dtype") not in (None, *DTYPES):
         raise UserError(f"export.dtype={cfg.export.dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
     if cfg.tracking.get("mode") not in (None, *MODES):
@@ -52,12 +57,43 @@ def _is_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") != 1 or path.endswith(".gguf")
 
 
+def check_head(cfg: DictConfig, made: Any) -> None:
+    """Values of the head that cannot be for any target, before one is loaded. Raises UserError.
+
+    made: the head's class with the arguments of its config, which is built here for a made-up target, without memory.
+    """
+    import torch
+
+    from heads.artifact import UserError
+    from heads.base import DraftHead
+    from heads.layers import BlockSizes
+    from heads.losses import Objective
+    from heads.vocab import DraftVocabulary
+
+    wanted = cfg.head.get("draft_vocab_size")
+    if wanted is not None and wanted < 1:
+        raise UserError(
+            f"A draft vocabulary of {wanted} is not between 1 and the target's; set head.draft_vocab_size=8192, or "
+            f"null for all of it."
+        )
+    if made.func.sizes_of.__func__ is not DraftHead.sizes_of.__func__:  # made of its target's own config
+        told = made.keywords
+        if told["depth"] < 1:
+            raise UserError(f"head.depth={told['depth']} trains nothing; give at least 1.")
+        Objective(kind=told["loss"], decay=told["decay"], eta=told["eta"])
+        return
+    sizes = BlockSizes(8, 8, 1, 1, 8, 8, _LAYERS, 8, 1e-6, {"rope_type": "default", "rope_theta": 1e4})
+    with torch.device("meta"):
+        made(sizes=sizes, vocab=DraftVocabulary.identity(1))
+
+
 def check_target(cfg: DictConfig, target: FrozenTarget) -> None:
     """What the later stages of the config ask of this target. Raises UserError."""
     from heads.artifact import UserError
 
     if "evaluate" not in cfg.stages:
         return
+    target.check_decodes()
     if cfg.eval.max_new_tokens >= target.max_length:
         raise UserError(
             f"eval.max_new_tokens={cfg.eval.max_new_tokens} leaves no room for a prompt in the target's context of "

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 
 from omegaconf import DictConfig, OmegaConf
 
-from scripts.ranges import check_config
+from scripts.ranges import check_config, check_head
 
 if TYPE_CHECKING:
+    from heads.lora import LoraSettings
     from training.regenerate import Generation
+    from training.served import ServerSettings
     from training.settings import TrainSettings
     from training.store import Storage
 
@@ -30,6 +32,14 @@ _WORDS: dict[Any, str] = {
     bool: "true or false",
     types.NoneType: "null",
     Any: "a value",
+}
+_ENGINES = ("transformers", "openai")
+ANSWERS = ("regenerate", "logged")
+_COLLECT: dict[str, Any] = {
+    **dict.fromkeys(("answers", "states", "dtype", "engine"), str),
+    **dict.fromkeys(("url", "model"), str | None),
+    **dict.fromkeys(("concurrency", "tries"), int),
+    **{"taps": list[int], "verify": bool, "timeout": float},
 }
 _ABOUT_CALLS = ("_target_", "_convert_", "_partial_", "_recursive_")
 _OF_BUILDING = {
@@ -62,13 +72,15 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
     if not launched and int(processes) > 1:
         raise UserError(
             f"{sys.argv[0]} was started as one of {processes} processes, but it runs as one; "
-            f"start it with `python -m`, and only scripts.train with `accelerate launch`."
+            f"start it with `python -m`, and only scripts.collect, scripts.train and scripts.pipeline with "
+            f"`accelerate launch`."
         )
     check_value("seed", cfg.seed, int)
     if not 0 <= cfg.seed < 2**32:
         raise UserError(f"seed={cfg.seed} must be at least 0 and below 2^32; set seed=0.")
     parts = str(cfg.name).split("/")
-    if isinstance(cfg.name, (bool, types.NoneType)) or any(part.strip() in ("", ".", "..") for part in parts):
+    named = isinstance(cfg.name, (str, int, float)) and not isinstance(cfg.name, bool)
+    if not named or any(part.strip() in ("", ".", "..") for part in parts):
         raise UserError(
             f"name={'null' if cfg.name is None else cfg.name} cannot name a run under runs/; give a word such as "
             f"name=mine (parts between / may not be empty, . or ..), or run_dir=<folder> for another place."
@@ -77,7 +89,13 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
         check_value(name, cfg[name], str)
         if not cfg[name].strip():
             raise UserError(f"{name}= is empty; give a folder such as {name}=runs/mine, or leave it out.")
-    check_value("collect.taps", plain(cfg.collect)["taps"], list[int])
+    check_value("verify", cfg.verify, bool)
+    for key, value in plain(cfg.collect).items():
+        if key not in _COLLECT:
+            raise UserError(f"There is no setting collect.{key}; there are {', '.join(sorted(_COLLECT))}.")
+        check_value(f"collect.{key}", value, _COLLECT[key])
+    if cfg.collect.answers not in ANSWERS:
+        raise UserError(f"collect.answers={cfg.collect.answers} is unknown; choose {' or '.join(ANSWERS)}.")
 
 
 def build(cfg: DictConfig, key: str, **more: Any) -> Any:
@@ -104,8 +122,25 @@ def train_settings(cfg: DictConfig) -> TrainSettings:
     values = plain(cfg.train)
     check_value("train.init_from", values.pop("init_from"), str | None)
     check_value("train.verify", values.pop("verify"), bool)
+    lora_settings(cfg)
+    del values["lora"]
     check_call(TrainSettings, "train", values, elsewhere=("seed", "optim"))
     return TrainSettings(seed=cfg.seed, optim=build(cfg, "optim"), **values)
+
+
+def lora_settings(cfg: DictConfig) -> LoraSettings | None:
+    """The adapter of train.lora, or None. Raises UserError when there is no head that it could be put on."""
+    from heads.artifact import UserError
+    from heads.lora import LoraSettings
+
+    values = plain(cfg.train)["lora"]
+    check_value("train.lora", values, dict[str, Any] | None)
+    if values is None:
+        return None
+    check_call(LoraSettings, "train.lora", values)
+    if not cfg.train.init_from:
+        raise UserError("train.lora adapts a head that has learned already; set train.init_from=runs/<name>/head too.")
+    return LoraSettings(**values)
 
 
 def generation_settings(cfg: DictConfig) -> Generation:
@@ -121,26 +156,55 @@ def storage_settings(cfg: DictConfig) -> Storage:
     """What the feature store keeps, out of collect."""
     from training.store import Storage
 
-    values = {name: value for name, value in plain(cfg.collect).items() if name != "taps"}
-    check_call(Storage, "collect", values, besides=("taps",))
+    values = {name: plain(cfg.collect)[name] for name in ("states", "dtype")}
+    check_call(Storage, "collect", values)
     return Storage(**values)
+
+
+def server_settings(cfg: DictConfig) -> ServerSettings | None:
+    """The server that answers, out of collect; None where the target answers in this process."""
+    from heads.artifact import UserError
+    from training.served import ServerSettings
+
+    engine = cfg.collect.engine
+    if engine not in _ENGINES:
+        raise UserError(f"collect.engine={engine} is unknown; choose {' or '.join(_ENGINES)}.")
+    values = {name: plain(cfg.collect)[name] for name in ("url", "model", "concurrency", "tries", "timeout")}
+    if engine == "transformers":
+        if values["url"] is not None:
+            raise UserError("collect.url= names a server, but collect.engine=transformers asks none; set it to openai.")
+        return None
+    if cfg.collect.answers != "regenerate":
+        raise UserError(
+            f"collect.engine=openai has a server answer, but collect.answers={cfg.collect.answers} needs none; leave "
+            f"one of them out."
+        )
+    if values["url"] is None:
+        raise UserError("collect.engine=openai needs collect.url=<of the server>, such as http://localhost:8000/v1.")
+    check_call(ServerSettings, "collect", values)
+    return ServerSettings(**values)
 
 
 def check_all(cfg: DictConfig) -> None:
     """Refuse whatever can be refused before the first of several long stages begins."""
     from heads.artifact import UserError
+    from heads.checkpoint import read_facts
     from heads.target import FrozenTarget
 
     train_settings(cfg)
     generation_settings(cfg)
     storage_settings(cfg)
+    server_settings(cfg)
     build(cfg, "eval", seed=cfg.seed)
-    check_call(
-        FrozenTarget.load, "target", {name: value for name, value in plain(cfg.target).items() if name != "path"}
-    )
+    target = {name: plain(cfg.target)[name] for name in cfg.target if not OmegaConf.is_missing(cfg.target, str(name))}
+    check_call(FrozenTarget.load, "target", target)
     for key in ("traffic", "head", "tracking", "export", *(f"rivals.{name}" for name in cfg.rivals)):
         check_node(cfg, key)
     check_config(cfg)
+    check_value("push", cfg.push, str | None)
+    check_head(cfg, build(cfg, "head", _partial_=True))
+    if cfg.train.init_from is not None:
+        read_facts(cfg.train.init_from)
     if cfg.traffic.get("held_out") == 0:
         raise UserError("traffic.held_out=0 leaves nothing to measure the head on; give a share such as 0.1.")
     _check_later_stages(cfg)
@@ -150,13 +214,14 @@ def _check_later_stages(cfg: DictConfig) -> None:
     """Whether the head that is to be trained can then be measured and exported; without training it is another one."""
     from heads.artifact import UserError
     from heads.export.folder import format_of
+    from heads.mtp_blocks import MTPBlocksHead
     from heads.stacked import StackedHead
 
     stages, kind = list(cfg.stages), _target_of(cfg, "head")
     if "train" not in stages:
         return
     depth = cfg.head.get("depth")
-    deepest = depth if inspect.isclass(kind) and issubclass(kind, StackedHead) else None
+    deepest = depth if inspect.isclass(kind) and issubclass(kind, (StackedHead, MTPBlocksHead)) else None
     if "evaluate" in stages and deepest is not None and cfg.eval.gamma > deepest:
         raise UserError(
             f"eval.gamma={cfg.eval.gamma} is beyond head.depth={depth}, the longest draft of this kind of head; set "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,15 @@ def call(place: Place, module: str, *more: str, launcher: tuple[str, ...] = ()) 
     line = command(module, *place.overrides, *more)
     line[2:2] = [*launcher, "-m"] if launcher else []
     return subprocess.run(line, cwd=place.cwd, env=environment(), capture_output=True, text=True, timeout=600)
+
+
+def jobs(words: Sequence[str]) -> list[list[str]]:
+    """The overrides of each run that a command line starts: one, or with --multirun one for each choice."""
+    if "--multirun" not in words:
+        return [list(words)]
+    pairs = [word.partition("=") for word in words if word != "--multirun"]
+    choices = [[f"{key}={value}" for value in values.split(",")] for key, _, values in pairs]
+    return [list(job) for job in itertools.product(*choices)]
 
 
 def config(*overrides: str, name: str = "config") -> DictConfig:

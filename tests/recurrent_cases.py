@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from heads.base import Committed, DraftHead, TargetFeatures
 from heads.pairs import supervised_pairs
-from heads.recurrent import SelfFedHead
+from heads.recurrent import RecurrentHead, SelfFedHead
 from heads.target import FrozenTarget
 from tests.tiny import features_of
 
@@ -110,3 +111,25 @@ def check_causal(head: SelfFedHead, target: FrozenTarget, depth: int, still: flo
         for k, n in moved(replace(features, taps_TE=taps, last_TD=last)):
             assert position <= starts[n], f"pass {k} of slot {int(starts[n])} saw the state of {position}"
     assert moved(replace(features, ids_T=features.ids_T.flip(0))), "nothing was seen at all"
+
+
+def check_recomputed_is_kept(head: RecurrentHead, features: TargetFeatures) -> None:
+    """Recomputing the passes keeps fewer bytes for the backward and changes neither value nor gradient, in no bit."""
+    seen = []
+    for head.recompute in (False, True):
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        head.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = head.loss(features).loss
+        forward = sum(kept.values())
+        loss.backward()
+        seen.append((loss.detach(), [parameter.grad for parameter in head.parameters()], forward))
+    (value, gradients, whole), (again, recomputed, less) = seen
+    assert torch.equal(value, again) and less < whole
+    for one, other in zip(gradients, recomputed, strict=True):
+        assert one is not None and other is not None and torch.equal(one, other)

@@ -46,11 +46,11 @@ def copied(finished: e2e.Finished, tmp_path: Path) -> e2e.Place:
     return place
 
 
-def test_only_training_is_launched_several_times(
+def test_only_what_shares_its_work_is_launched_several_times(
     refuse: Refuse, finished: e2e.Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "only scripts.train with `accelerate launch`" in refuse(pipeline.run)
+    assert "only scripts.collect, scripts.train and scripts.pipeline with" in refuse(evaluate.run)
     seen: list[DictConfig] = []
     one_sentence(seen.append, launched=True)(e2e.config(*finished.place.overrides))
     assert len(seen) == 1
@@ -220,7 +220,7 @@ def test_features_that_changed_after_they_were_written(refuse: Refuse, copied: e
     data = bytearray(shard.read_bytes())
     data[-3] ^= 1
     shard.write_bytes(data)
-    assert f"{shard.name} changed after it was written; delete what is damaged" in refuse(train.run)
+    assert f"{shard.name} changed after it was written; repeat the command" in refuse(train.run)
     documents = copied.run / "features/documents.jsonl"
     documents.write_text("".join(documents.read_text().splitlines(keepends=True)[:5]))
     sentence = refuse(train.run, "train.verify=false")  # a small file is always compared
@@ -401,6 +401,26 @@ def test_a_refused_job_of_a_multirun_lets_the_others_run(
     assert told.splitlines()[-1].endswith(f"of the jobs did not finish, the others did: seed=1 (refused){end}")
 
 
+def test_two_jobs_of_a_sweep_do_not_share_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran: list[str] = []
+
+    @script(one_folder=True)
+    def small(cfg: DictConfig) -> None:
+        ran.append(cfg.head.loss)
+
+    monkeypatch.setattr("sys.argv", ["small", "--multirun", "head.loss=kl,tv"])
+    with pytest.raises(SystemExit) as stop:
+        small()
+    assert ran == ["kl"] and stop.value.code == 2
+    assert "Another job of this sweep has written to runs/default" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["small", "--multirun", "head.loss=kl,tv", "run_dir=runs/x/${head.loss}"])
+    small()
+    assert ran == ["kl", "kl", "tv"]
+
+
 # ---- the command line itself -------------------------------------------------------------------------------------
 
 
@@ -410,7 +430,7 @@ def test_a_refused_job_of_a_multirun_lets_the_others_run(
         ("train.epoch=3", "There is no setting train.epoch"),
         ("nonsense=1", "There is no setting nonsense"),
         ("head=nothing", "There is no config head/nothing; there are eagle, eagle3, hydra_mlp"),
-        ("experiment=nothing", "There is no config experiment/nothing; there are compare, demo"),
+        ("experiment=nothing", "There is no config experiment/nothing; there are chat_70b, chat_8b, code, compare"),
         ("head.taps=[1", "The override head.taps=[1 cannot be read"),
     ],
 )

@@ -9,8 +9,9 @@ import torch
 
 from heads.hydra_mlp import HydraHead
 from heads.medusa import MedusaHead
+from heads.mtp_blocks import MTPBlocksHead
 from heads.pairs import supervised_pairs
-from tests import recurrent_cases, test_eagle3, test_hydra, test_medusa
+from tests import recurrent_cases, test_eagle3, test_hydra, test_medusa, test_mtp_blocks
 from tests.drafting_cases import check_rejection_leaves_no_trace, check_trained_is_served
 from tests.tiny import features_of, load_tiny
 
@@ -23,6 +24,11 @@ def target(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize("kind", test_medusa.TREES)
 def test_eagle3_keeps_no_trace_of_a_rejection(target, kind: str) -> None:
     check_rejection_leaves_no_trace(target, test_eagle3.make_head(target), depth=3, tree=test_medusa.TREES[kind])
+
+
+@pytest.mark.parametrize("kind", test_medusa.TREES)
+def test_modules_in_a_row_keep_no_trace_of_a_rejection(target, kind: str) -> None:
+    check_rejection_leaves_no_trace(target, test_mtp_blocks.make_head(target), depth=4, tree=test_medusa.TREES[kind])
 
 
 class Padded(MedusaHead):
@@ -40,9 +46,22 @@ class Losing(HydraHead):
         super().commit(state, committed)
 
 
+class Stale(MTPBlocksHead):
+    """Its modules are fed the slot before what they drafted, rejected or not, where that of true tokens belongs."""
+
+    def _ahead(self, state, paths_BMk, drafted_BMkD):
+        made_BMkD = super()._ahead(state, paths_BMk, drafted_BMkD)
+        state.newest[paths_BMk.shape[2]] = made_BMkD[:, 0, -1]
+        return made_BMkD
+
+
 @pytest.mark.parametrize(
     ("wrong", "make", "flags"),
-    [(Padded, test_medusa.make_head, {}), (Losing, test_hydra.make_head, {"prefix_attention": True})],
+    [
+        (Padded, test_medusa.make_head, {}),
+        (Losing, test_hydra.make_head, {"prefix_attention": True}),
+        (Stale, test_mtp_blocks.make_head, {}),
+    ],
 )
 def test_a_head_that_keeps_the_wrong_slots_is_noticed(target, wrong: type, make, flags: dict) -> None:
     head = make(target, **flags)

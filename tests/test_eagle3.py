@@ -11,7 +11,14 @@ from heads.kernels import reference_loss
 from heads.layers import BlockSizes
 from heads.pairs import check_places, supervised_pairs
 from heads.vocab import DraftVocabulary
-from tests.recurrent_cases import check_causal, check_packed_is_alone, check_trained_is_served, documents, randomised
+from tests.recurrent_cases import (
+    check_causal,
+    check_packed_is_alone,
+    check_recomputed_is_kept,
+    check_trained_is_served,
+    documents,
+    randomised,
+)
 from tests.tiny import features_of, load_tiny
 
 TAPS = (1, 4, 6)
@@ -83,6 +90,12 @@ def test_four_and_five_taps_train_and_draft(tmp_path, taps: tuple[int, ...], fla
     assert head.fc.weight.shape == (32, 32 * len(taps))
     for part in head.fc.weight.grad.chunk(len(taps), dim=1):
         assert part.abs().max() > 0, "a tap that is not learnt from"
+
+
+@pytest.mark.parametrize("flags", [{}, FLAGS[2]], ids=["plain", "v3.1"])
+def test_recomputed_passes_equal_kept_ones(tmp_path, flags: dict) -> None:
+    target = load_tiny(tmp_path)
+    check_recomputed_is_kept(make_head(target, **flags), features_of(target, documents(), TAPS))
 
 
 def test_packed_equals_each_document_alone(tmp_path) -> None:

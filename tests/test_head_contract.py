@@ -55,6 +55,7 @@ FORMULAS: dict[str, Callable[[BlockSizes, int, int], int]] = {
     "medusa": lambda s, w, k: k * (s.hidden_size + 1) * s.hidden_size,
     "hydra_mlp": lambda s, w, k: sum(((3 + level) * s.hidden_size + 2) * s.hidden_size for level in range(k)),
     "mtp_native": lambda s, w, k: (2 * s.hidden_size + 4) * s.hidden_size + block(s, s.hidden_size),
+    "mtp_blocks": lambda s, w, k: k * ((2 * s.hidden_size + 4) * s.hidden_size + block(s, s.hidden_size)),
     "mtp": lambda s, w, k: (2 * s.hidden_size + 4) * s.hidden_size + block(s, s.hidden_size),
 }
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.checkpoint import load_head, read_facts
+from heads.checkpoint import load_head, read_facts, save_head
 from heads.eagle3 import Eagle3Head
 from heads.export.folder import check_export
 from heads.layers import BlockSizes
+from heads.medusa import MedusaHead
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
 from scripts import collect, evaluate, export, import_head, train
@@ -119,6 +120,31 @@ def test_a_public_head_is_measured_trained_on_and_exported(
         check_export(place.cwd / f"runs/{layout}/export", head=head)
         import_head.run(bring(place, place.cwd / f"runs/{layout}/export", "unused", "check=true"))
     assert not (place.cwd / "runs/unused").exists()
+
+
+def test_a_medusa_folder_and_a_head_of_ones_own_are_trained_on_with_their_vocabulary(
+    place: e2e.Place, tmp_path: Path
+) -> None:
+    """A start from somewhere keeps what it drafts from, whatever head.draft_vocab_size says."""
+    target = FrozenTarget.load(place.target, dtype="float32")
+    torch.manual_seed(0)
+    whole = DraftVocabulary.identity(target.vocab_size)
+    head = MedusaHead(sizes=BlockSizes.of(target.config, target.vocab_size), vocab=whole, depth=2, projection="own")
+    head.initialise(target)
+    save_head(head, tmp_path / "made", target_fingerprint=target.fingerprint)
+    medusa = ("head=medusa", "head.depth=2", "head.projection=own", "head.draft_vocab_size=8", "eval.gamma=2")
+    export.run(cfg(place, *medusa, f"head_dir={tmp_path / 'made'}", "run_dir=runs/public", "export=original"))
+    import_head.run(bring(place, place.cwd / "runs/public/export", "medusa"))
+    train.run(cfg(place, *medusa, "train.init_from=runs/medusa/head", "run_dir=runs/first", *SHARED))
+    train.run(cfg(place, *medusa, "train.init_from=runs/first/head", "run_dir=runs/second", *SHARED))
+    before = head.state_dict()
+    for name in ("first", "second"):
+        trained = load_head(place.cwd / f"runs/{name}/head")
+        assert torch.equal(trained.vocab.ids_W, whole.ids_W)
+        after = trained.state_dict()
+        moved = max(float((after[key] - before[key]).abs().max()) for key in before)
+        assert 0 < moved < 0.1
+        before = after
 
 
 SHARED = ("traffic_dir=runs/t/traffic", "features_dir=runs/t/features")

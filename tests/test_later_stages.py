@@ -24,6 +24,7 @@ NO_LAYOUT = (
     [
         (["head=hydra_mlp"], ["stages=[collect,train,evaluate]"], f"export=vllm {NO_LAYOUT}"),
         (["head=mtp_native"], ["stages=[train,evaluate]"], "export=vllm has no layout"),
+        (["head=mtp_blocks"], ["stages=[collect,train,evaluate]"], f"export=vllm {NO_LAYOUT}"),
         (["head=medusa", "export=sglang"], ["export=original"], f"export=sglang {NO_LAYOUT}"),
         (
             ["experiment=demo", "head=medusa"],
@@ -32,6 +33,7 @@ NO_LAYOUT = (
         ),
         (["head=mtp", "head.draft_vocab_size=64"], ["stages=[train,evaluate]"], "set head.draft_vocab_size=null"),
         (["head=medusa", "eval.gamma=5"], ["head.depth=5"], r"eval\.gamma=5 is beyond head\.depth=4"),
+        (["experiment=compare", "head=mtp_blocks", "head.depth=3"], ["eval.gamma=3"], r"set eval\.gamma=3 or less"),
         (["experiment=compare", "head=hydra_mlp", "head.depth=2"], ["eval.gamma=2"], r"set eval\.gamma=2 or less"),
     ],
 )

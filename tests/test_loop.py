@@ -13,8 +13,8 @@ import torch
 
 from heads.artifact import UserError
 from tests.training_toy import ToySource, metrics_of, toy_head, toy_settings, toy_train, weights_of
-from training.features import BatchPlan, pack
-from training.loop import open_accelerator
+from training.devices import open_accelerator
+from training.features import BatchPlan, pack, unpack
 from training.optim import OptimSettings, build_optimizer, build_scheduler, parameter_groups
 from training.step import seed_of
 from training.tracking import LineDisplay
@@ -184,7 +184,7 @@ def test_on_eval_is_called_in_eval_mode_and_changes_nothing(tmp_path: Path) -> N
     modes: set[bool] = set()
     head.mix.register_forward_pre_hook(lambda module, _: modes.add(module.training))
 
-    def on_eval(step: int) -> dict[str, float]:
+    def on_eval(step: int, state: Any) -> dict[str, float]:
         torch.rand(3)
         calls.append((step, head.training, torch.is_grad_enabled()))
         return {"alpha": 0.5}
@@ -196,12 +196,34 @@ def test_on_eval_is_called_in_eval_mode_and_changes_nothing(tmp_path: Path) -> N
     assert torch.equal(head.mix.weight, plain.mix.weight)
 
 
+def test_a_head_with_nothing_to_recompute_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gradient_checkpointing=true: a ToyHead keeps nothing"):
+        toy_train(tmp_path, gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed steps by itself"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "Only FSDP2 is supported"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "conf/accelerate/fsdp2.yaml"),
+    ],
+)
+def test_what_a_launcher_may_not_ask_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], told: str
+) -> None:
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=told):
+        toy_train(tmp_path)
+
+
 @pytest.mark.parametrize(("where", "cpu"), [("cpu", True), ("mps", False)])
 def test_it_trains_where_the_head_is(monkeypatch: pytest.MonkeyPatch, where: str, cpu: bool) -> None:
     """On a machine with an accelerator too, which accelerate would take by itself."""
     asked: list[bool] = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr("training.loop.Accelerator", lambda **how: asked.append(how["cpu"]))
+    monkeypatch.setattr("training.devices.Accelerator", lambda **how: asked.append(how["cpu"]))
     open_accelerator(torch.device(where))
     assert asked == [cpu]
 
@@ -220,6 +242,96 @@ def test_groups_spare_norms_and_biases_and_follow_prefixes() -> None:
     assert got["out.0.weight"] == (0.05, 0.2) and got["out.1.bias"] == (0.2, 0.0)
     with pytest.raises(UserError, match="lr_multipliers names 'head.'.*begin with: mix, norm, out"):
         parameter_groups(head, OptimSettings(lr_multipliers={"head.": 2.0}))
+
+
+def test_muon_moves_the_matrices_inside_and_adamw_the_rest() -> None:
+    """Against two optimizers of torch side by side, over a few steps and a reload."""
+    settings = OptimSettings(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9, lr_multipliers={"out": 0.5})
+    head, twin = toy_head(), toy_head()
+    ours = build_optimizer(head, settings)
+    rest = [parameter for name, parameter in twin.named_parameters() if name != "mix.weight"]
+    decayed = [parameter for parameter in rest if parameter.ndim == 2]
+    others = [
+        torch.optim.Muon([twin.mix.weight], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(decayed, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95)),
+        torch.optim.AdamW([*twin.norm.parameters(), twin.mix.bias], lr=0.02, weight_decay=0, betas=(0.9, 0.95)),
+        torch.optim.AdamW([out.bias for out in twin.out], lr=0.01, weight_decay=0, betas=(0.9, 0.95)),
+    ]
+    draw = torch.Generator().manual_seed(1)
+    for step in range(4):
+        for parameter, same in zip(head.parameters(), twin.parameters(), strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+            same.grad = parameter.grad.clone()
+        for optimizer in (ours, *others):
+            optimizer.step()
+        if step == 1:  # as after a resume
+            state = ours.state_dict()
+            ours = build_optimizer(head, settings)
+            ours.load_state_dict(state)
+    for name, tensor in weights_of(head).items():
+        torch.testing.assert_close(tensor, weights_of(twin)[name], rtol=1e-5, atol=1e-7)
+
+
+def test_muon_follows_the_schedule_and_resumes(tmp_path: Path) -> None:
+    settings = OptimSettings(name="muon", lr=0.02)
+    head = toy_head()
+    optimizer = build_optimizer(head, settings)
+    schedule = build_scheduler(optimizer, settings, 100)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0] * len(optimizer.param_groups)
+    before = weights_of(head)
+    for parameter in head.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(torch.equal(tensor, weights_of(head)[name]) for name, tensor in before.items()), "the rate is still 0"
+    schedule.step()
+    optimizer.step()
+    assert not torch.equal(before["mix.weight"], head.mix.weight)
+
+
+def naive_sequence_mean(head: Any, plan: BatchPlan, source: ToySource, batch: Any) -> float:
+    """Each document's mean over its own supervised positions, then the mean of those."""
+    means = []
+    for ref in batch:
+        sums = head(_float(plan, source, (ref,)))
+        means.append((sums.loss / sums.count).item())
+    return sum(means) / len(means)
+
+
+def test_a_mean_over_sequences_counts_each_document_once(tmp_path: Path) -> None:
+    """The same under accumulation; and it is another number than the mean over tokens."""
+    source, head = ToySource(), toy_head(noise=0.0)
+    plan = BatchPlan(source.documents, 128, 0, 32)
+    expected = naive_sequence_mean(head, plan, source, plan.epoch(0)[0])
+    heads = {}
+    for accumulation in (1, 4):
+        heads[accumulation] = toy_head(noise=0.0)
+        toy_train(tmp_path / str(accumulation), heads[accumulation], accumulation=accumulation, mean="sequence")
+    toy_train(tmp_path / "token", toy_head(noise=0.0), max_steps=1)
+    first = metrics_of(tmp_path / "1")[0]["loss"]
+    assert first == pytest.approx(expected, rel=1e-5)
+    assert first != pytest.approx(metrics_of(tmp_path / "token")[0]["loss"], rel=1e-3)
+    for one, other in zip(metrics_of(tmp_path / "1"), metrics_of(tmp_path / "4"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["acceptance/1"] == other["acceptance/1"]
+    for name, tensor in weights_of(heads[1]).items():
+        torch.testing.assert_close(tensor, weights_of(heads[4])[name], rtol=1e-3, atol=1e-5)
+
+
+def test_packed_documents_give_the_loss_and_gradient_of_single_ones() -> None:
+    source, head = ToySource(), toy_head(noise=0.0)
+    plan = BatchPlan(source.documents, 128, 0, 32)
+    batch = plan.epoch(0)[0]
+    packed = _float(plan, source, batch)
+    gradients = []
+    for parts in ([packed], unpack(packed)):
+        head.zero_grad()
+        sums = [head(part) for part in parts]
+        total = torch.stack([one.loss for one in sums]).sum()
+        total.backward()
+        gradients.append([total.item(), *(parameter.grad.clone() for parameter in head.parameters())])
+    assert gradients[0][0] == pytest.approx(gradients[1][0], rel=1e-5)
+    for one, other in zip(gradients[0][1:], gradients[1][1:], strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
 
 
 @pytest.mark.parametrize(("name", "middle", "end"), [("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("constant", 1, 1)])
@@ -242,6 +354,8 @@ def test_schedules_warm_up_and_end(name: str, middle: float, end: float) -> None
         ({"max_steps": 0}, "max_steps=0"),
         ({"accumulation": 0}, "accumulation=0"),
         ({"eval_every": 0}, "eval_every=0"),
+        ({"mean": "batch"}, "train.mean=batch is unknown; choose one of token, sequence"),
+        ({"eval_every": 2, "patience": 0}, "patience=0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(given: dict[str, Any], told: str) -> None:
@@ -255,6 +369,8 @@ def test_settings_that_cannot_be_are_refused(given: dict[str, Any], told: str) -
         ({"name": "sgd"}, "optim.name=sgd"),
         ({"schedule": "step"}, "optim.schedule=step"),
         ({"lr": math.nan}, "optim.lr=nan"),
+        ({"momentum": 0.9}, "choose optim=muon"),
+        ({"name": "muon", "momentum": 1.0}, "optim.momentum=1.0"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, "exclude each other"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,6 +192,21 @@ def test_the_layer_of_a_hybrid_is_one_of_full_attention(tmp_path) -> None:
     assert type(head.module.post_norm) is type(model.model.norm)
     for name, weight in module.layers[0].state_dict().items():
         torch.testing.assert_close(head.module.state_dict()[name], weight)
+
+
+def test_of_several_modules_the_first_is_taken(native, tmp_path) -> None:
+    """DeepSeek's num_nextn_predict_layers above 1: layer L, then L + 1, which this head leaves alone."""
+    folder, _, module = native("deepseek_v3")
+    shutil.copytree(folder, tmp_path / "two")
+    weights = load_file(folder / "model.safetensors")
+    second = {name.replace("layers.2.", "layers.3."): 2 * one for name, one in weights.items() if "layers.2." in name}
+    save_file(weights | second, tmp_path / "two/model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 2}
+    (tmp_path / "two/config.json").write_text(json.dumps(config))
+    head = make_head(FrozenTarget.load(tmp_path / "two", dtype="float64"))
+    assert second
+    for name, weight in module.layers[0].state_dict().items():
+        torch.testing.assert_close(head.module.state_dict()[name], weight, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("flags", [{}, {"norm_output": False, "zero_first": True}], ids=["own", "as vllm"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -18,14 +20,16 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.artifact import UserError
 from heads.base import TargetFeatures
 from tests.training_toy import ToyHead, ToyRef, ToySource, metrics_of, toy_head, toy_train, weights_of
-from training.checkpoint import CheckpointFolder, Interrupted, differences, random_state, restore_random
+from training.checkpoint import CheckpointFolder, differences
 from training.features import BatchPlan
+from training.generators import random_state, restore_random
+from training.interrupt import Interrupted
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -127,22 +131,61 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen[Any]) -> 
         time.sleep(0.005)
 
 
-def test_kill_minus_nine_at_a_random_step(tmp_path: Path) -> None:
-    """Twice killed at a moment that the parent chooses, then left alone: nothing is lost."""
-    values = ("save_every=3", "pause=0.01")
-    subprocess.run(command(tmp_path / "straight", *values), env=environment(), check=True, capture_output=True)
-    weights = load_file(tmp_path / "straight/weights-0.safetensors")
-    metrics = metrics_of(tmp_path / "straight")
+class Dies(ToySource):
+    """Kills its own process when so many documents have been read: amid a step, a save or reading ahead."""
+
+    def __init__(self, after: int | None) -> None:
+        super().__init__()
+        self.left = after
+
+    def read(self, ref: ToyRef) -> TargetFeatures:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(ref)
+
+
+KILLED = {"epochs": 12, "save_every": 3, "read_ahead": 1, "accumulation": 2, "stream": io.StringIO()}
+
+
+def life(folder: Path, after: int | None) -> None:
+    """One process of a run that is killed again and again."""
+    torch.set_num_threads(1)
+    head = toy_head()
+    toy_train(folder, head, source=Dies(after), **KILLED)
+    save_file(weights_of(head), folder / "weights-0.safetensors")
+
+
+def test_kill_minus_nine_at_twenty_random_moments(tmp_path: Path) -> None:
+    """Every life begins where the checkpoints say; the weights and lines are those of a run that was left alone."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])  # so that a life need not import anything
+    weights, metrics = straight(tmp_path / "straight", **KILLED)
+    moments, kills = random.Random(0), 0
     run = tmp_path / "run"
-    for _ in range(2):
-        wanted = len(lines_of(run)) + random.randint(1, 8)
-        process = subprocess.Popen(command(run, *values), env=environment(), stderr=subprocess.DEVNULL)
-        wait_until(lambda wanted=wanted: len(lines_of(run)) >= wanted, process)  # type: ignore[misc]
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-    finished = subprocess.run(command(run, *values), env=environment(), capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
+    for after in (*(moments.randint(1, 45) for _ in range(20)), None):
+        process = processes.Process(target=life, args=(run, after))
+        process.start()
+        process.join(60)
+        kills += process.exitcode == -signal.SIGKILL
+    assert kills == 20 and process.exitcode == 0
     assert_same(weights, load_file(run / "weights-0.safetensors"))
+    assert metrics_of(run) == metrics
+
+
+def test_kill_minus_nine_from_outside(tmp_path: Path) -> None:
+    """At a moment that another process chooses, which knows nothing of steps."""
+    values = ("save_every=3", "pause=0.01")
+    run = tmp_path / "run"
+    process = subprocess.Popen(command(run, *values), env=environment(), stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(lines_of(run)) >= random.randint(1, 8), process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    head = toy_head(seed=5)
+    toy_train(run, head, save_every=3)
+    weights, metrics = straight(tmp_path / "straight", save_every=3)
+    assert_same(weights, weights_of(head))
     assert metrics_of(run) == metrics
 
 
@@ -271,7 +314,7 @@ def test_generators_come_back() -> None:
 def test_a_generator_used_by_the_caller_continues(tmp_path: Path) -> None:
     """on_eval may draw from Python's and NumPy's generators; training never does."""
 
-    def on_eval(step: int) -> dict[str, float]:
+    def on_eval(step: int, state: Any) -> dict[str, float]:
         return {"python": random.random(), "numpy": float(np.random.rand())}
 
     def run(folder: Path, source: ToySource | None = None) -> None:

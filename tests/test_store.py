@@ -172,7 +172,7 @@ def test_one_flipped_byte_is_named_and_only_that_shard_is_made_again(tmp_path: P
     data = bytearray(bad.read_bytes())
     data[-3] ^= 1
     bad.write_bytes(data)
-    with pytest.raises(UserError, match=r"damaged: shard-00001\.safetensors changed .* delete"):
+    with pytest.raises(UserError, match=r"damaged: shard-00001\.safetensors changed .* repeat the command"):
         FeatureStore.open(folder).verify()
     bad.unlink()
     with pytest.raises(UserError, match=r"lacks shard-00001\.safetensors"):
@@ -190,7 +190,7 @@ def test_a_cut_off_file_beside_the_shards_is_named_when_the_store_is_opened(tmp_
     fill(folder, shards)
     before = contents(folder)
     (folder / name).write_bytes((folder / name).read_bytes()[:-10])
-    with pytest.raises(UserError, match=rf"damaged: {name} changed .* delete"):
+    with pytest.raises(UserError, match=rf"damaged: {name} changed .* repeat the command"):
         FeatureStore.open(folder)
     (folder / name).unlink()
     fill(folder, shards)

@@ -30,11 +30,12 @@ ELSEWHERE = {
     "vllm": "runs in the server's own environment",
     "omegaconf": "comes with hydra-core",
     "httpx": "comes with huggingface-hub",
+    "psutil": "comes with accelerate",
 }
 STOP = 500
 TOP = {
     *OURS,
-    *("pyproject.toml", "README.md", "Makefile", "constraints.txt", "LICENSE", "CHANGELOG.md"),
+    *("pyproject.toml", "README.md", "Makefile", "constraints.txt", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"),
     *(".ci", ".github", ".gitignore", ".gitattributes", ".editorconfig"),
 }
 RESERVED = {*OURS, "hydra"}

@@ -6,22 +6,27 @@ import io
 import json
 import logging
 import math
+import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from eval.report import headline_rows
 from eval.report_table import flat_rows, headline_numbers
 from heads.artifact import UserError
+from heads.checkpoint import FACTS, TENSORS
 from scripts import evaluate
+from scripts.settings import check_all
 from tests import e2e
 from tests.test_report import full_report
 from tests.training_toy import metrics_of, toy_head, toy_train, weights_of
 from training.checkpoint import CheckpointFolder
-from training.tracking import BarDisplay, Evaluation, JsonlTracker, LineDisplay, WandbTracker, open_display
+from training.tracking import BarDisplay, Evaluation, JsonlTracker, LineDisplay, open_display
+from training.wandb_tracker import WandbTracker
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +123,7 @@ def train_with_wandb(tmp_path: Path, caplog: pytest.LogCaptureFixture, **options
         result = toy_train(tmp_path / "run", tracker=WandbTracker(tmp_path / "run", **options), max_steps=5)
     toy_train(tmp_path / "plain", max_steps=5)
     assert result.steps == 5 and metrics_of(tmp_path / "run") == metrics_of(tmp_path / "plain")
-    return [record.getMessage() for record in caplog.records if record.name == "training.tracking"]
+    return [record.getMessage() for record in caplog.records if record.name == "training.wandb_tracker"]
 
 
 def test_a_run_survives_wandb_failing_in_the_middle(
@@ -233,8 +238,12 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- an evaluation ----------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_is_added_to_the_run_of_its_head(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With W&B itself, offline: the table and the page lie in the run's own files, under the name of the training."""
+def test_an_evaluation_is_added_to_the_run_of_its_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With W&B itself, offline, read back from its file: the numbers, the table, the pages, and the head as an artifact
+    lie in the run's own files, under the name of the training."""
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
     report = full_report()
     cfg = e2e.config("tracking=wandb", f"run_dir={tmp_path}")
     toy_train(tmp_path / "head", tracker=WandbTracker(tmp_path / "head"), max_steps=2, stream=io.StringIO())
@@ -242,15 +251,91 @@ def test_an_evaluation_is_added_to_the_run_of_its_head(tmp_path: Path, capfd: py
     folder = tmp_path / "report"
     folder.mkdir()
     (folder / "report.html").write_text("<p>seen</p>")
+    for name in (FACTS, TENSORS):
+        (tmp_path / "head" / name).write_text(name)
     evaluate.track(cfg, folder, report)
     (run,) = (folder / "wandb").glob("offline-run-*")
     assert trained is not None and run.name.endswith(trained)
     (page,) = run.glob("files/media/html/report/page_*.html")
+    (samples,) = run.glob("files/media/html/report/samples_*.html")
     (table,) = run.glob("files/media/table/report/results_*.table.json")
     shown = json.loads(table.read_text())
     assert page.read_text() == "<p>seen</p>" and len(shown["data"]) == len(report["results"])
+    assert "<mark>" in samples.read_text() and "<del>" in samples.read_text()
     assert {"proposer", "slice", "alpha", "alpha_low", "speedup_high"} <= set(shown["columns"])
     assert capfd.readouterr().err == "" and not (folder / "metrics.jsonl").exists()
+
+    records = wandb_records(run)
+    kept = [one.artifact for one in records if one.WhichOneof("record_type") == "artifact"]
+    (artifact,) = [one for one in kept if one.type == "model"]  # the table is one too
+    facts = json.loads(artifact.metadata)
+    assert artifact.type == "model" and artifact.name == f"eagle3-{trained}"
+    assert facts["alpha"] == headline_numbers(report)["alpha"] and facts["head"] == report["head"]
+    assert {entry.path for entry in artifact.manifest.contents} == {FACTS, TENSORS}
+    summary = {"/".join(item.nested_key) or item.key for one in records for item in one.summary.update}
+    assert {"report/alpha", "report/tokens_per_round", "report/gap/1", "report/acceptance/1"} <= summary
+
+
+def wandb_records(run: Path) -> list[Any]:
+    """What an offline run has in its file, in the order of writing: the log format of LevelDB behind seven bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = run.glob("*.wandb")
+    data, at, parts, found = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if (rest := 32768 - at % 32768) < 7:  # no room for a head in this block
+            at += rest
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            found.append(record)
+            parts = b""
+    return found
+
+
+def test_an_offline_run_has_the_numbers_of_its_twin_and_says_what_made_it(tmp_path: Path) -> None:
+    """Each line of metrics.jsonl stands in W&B's file with the same numbers, and the config with the command."""
+    about = {"commit": "c0ffee", "argv": ["train", "head=eagle3"], "config": {"seed": 3}}
+    tracker = WandbTracker(tmp_path / "run", about=about)
+    toy_train(tmp_path / "run", tracker=tracker, max_steps=4, stream=io.StringIO())
+    (run,) = (tmp_path / "run/wandb").glob("offline-run-*")
+    records = wandb_records(run)
+    rows = []
+    for one in records:
+        if one.WhichOneof("record_type") == "history":
+            row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in one.history.item}
+            rows.append({name: value for name, value in row.items() if not name.startswith("_")})
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 and rows == [{k: v for k, v in line.items() if k != "step"} for line in lines]
+    assert {"loss", "acceptance/1", "acceptance/2", "tokens_per_second", "memory_gb"} <= set(rows[-1])
+    assert rows[-1]["memory_gb"] > 0.01
+    config = {item.key: json.loads(item.value_json) for one in records for item in one.run.config.update}
+    assert config["about"] == about and config["settings"]["optim"]["lr"] == 1e-2
+    twin = json.loads((tmp_path / "run/run.json").read_text())
+    assert twin["commit"] == "c0ffee" and twin["identity"]["settings"] == config["settings"]
+
+
+def test_the_sweep_in_the_comments_is_one_that_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its YAML, with what an agent puts into it; and the run takes the name that the agent gave it."""
+    text = (e2e.ROOT / "conf/tracking/wandb.yaml").read_text()
+    block = text.partition("(collect first):\n#\n")[2].partition("\n_target_")[0]
+    sweep = OmegaConf.create("\n".join(line.removeprefix("# ").removeprefix("#") for line in block.splitlines()))
+    tried = [f"{name}={rule.get('min', rule.get('values', [None])[0])}" for name, rule in sweep["parameters"].items()]
+    words = [word.replace("${envvar:WANDB_RUN_ID}", "abc123") for word in sweep["command"]]
+    assert words[:4] == ["${env}", "python", "-m", "scripts.pipeline"] and words[-1] == "${args_no_hyphens}"
+    cfg = e2e.config(*words[4:-1], *tried)
+    check_all(cfg)
+    assert cfg.run_dir == "runs/sweep/abc123" and cfg.optim.lr == 1e-4 and cfg.head.depth == 3
+    assert sweep["metric"]["name"].removeprefix("report/") in headline_numbers(full_report())
+    monkeypatch.setenv("WANDB_RUN_ID", "abc123")
+    tracker = WandbTracker(tmp_path)
+    tracker.open(step=0, run_id=None, config={})
+    tracker.close(finished=True)
+    assert tracker.run_id == "abc123"
 
 
 def test_numbers_of_an_evaluation_are_those_of_its_headline() -> None:
@@ -265,7 +350,15 @@ def test_numbers_of_an_evaluation_are_those_of_its_headline() -> None:
 def test_an_evaluation_survives_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    evaluation = Evaluation({"alpha": 0.5}, [{"proposer": "eagle3", "alpha": 0.5}], "<p>page</p>")
+    evaluation = Evaluation(
+        numbers={"alpha": 0.5},
+        rows=[{"proposer": "eagle3", "alpha": 0.5}],
+        page="<p>page</p>",
+        samples="",
+        head="eagle3",
+        files=[],
+        facts={},
+    )
     for module in (SimpleNamespace(init=lambda **_: FakeRun(0)), None):
         monkeypatch.setitem(sys.modules, "wandb", module)
         with caplog.at_level(logging.WARNING):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,19 @@ class ToySource:
         )
 
 
+class StopsItself(JsonlTracker):
+    """Sends the process that has it, which is the first one, SIGTERM after a step."""
+
+    def __init__(self, folder: str, after: int | None) -> None:
+        super().__init__(folder)
+        self.after = after
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        super().log(step, numbers)
+        if step == self.after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def toy_head(seed: int = 0, **arguments: Any) -> ToyHead:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -156,9 +171,9 @@ def toy_train(folder: Path, head: ToyHead | None = None, tracker: Tracker | None
 
 
 def metrics_of(folder: Path, *names: str) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl, without what depends on the clock."""
+    """The lines of metrics.jsonl, without what depends on the clock or the machine."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clock = {"seconds", "tokens_per_second"}
+    clock = {"seconds", "tokens_per_second", "eval/seconds", "memory_gb"}
     return [{k: v for k, v in line.items() if k not in clock and (not names or k in names)} for line in lines]
 
 
@@ -171,8 +186,11 @@ def main(folder: str, *pairs: str) -> None:
     torch.set_num_threads(1)
     start_missing_processes()
     head = toy_head(noise=values.pop("noise", 0.1))
+    tracker = StopsItself(folder, values.pop("stop", None))
+    if "optimizer" in values:
+        values["optim"] = OptimSettings(name=values.pop("optimizer"), lr=1e-2, weight_decay=0.01)
     try:
-        result = toy_train(Path(folder), head, source=ToySource(pause=values.pop("pause", 0.0)), **values)
+        result = toy_train(Path(folder), head, tracker, source=ToySource(pause=values.pop("pause", 0.0)), **values)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)

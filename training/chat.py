@@ -9,8 +9,8 @@ Nothing is taken on trust. The rendering up to the turn must be a prefix of the 
 has `{% generation %}` marks, the marked text must begin at the same place and hold the end token or stop just before
 it; and the supervised tokens must decode to the answer. What cannot be proven is refused.
 
-The module knows neither files nor states. Answers that the target writes anew (`training.collect`) need none of it:
-their ids and mask come from the generation itself.
+The module knows neither files nor states. Answers that the target writes anew need none of it: their ids and mask come
+from the generation itself.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from transformers import PreTrainedTokenizerBase
 
 from heads.artifact import UserError
 from heads.target import TEMPLATE_FAULTS, FrozenTarget, render
+from training.messages import THOUGHTS
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _PLAIN = ({"content": "Blue."}, {"content": "Red."})
 _THINKING = (
     {"content": "Blue.", "reasoning_content": "It is clear."},
@@ -106,6 +106,20 @@ class ChatEncoder:
         """
         return [self._turn(messages[: index + 1], tools) for index in _answers(messages)]
 
+    def attempts(self, messages: Messages, *, tools: Tools = None) -> list[Encoded | str]:
+        """As `turns`, with the reason in place of each answer that cannot be proven; where the assistant speaks twice
+        in a row the rest is left out."""
+        found: list[Encoded | str] = []
+        try:
+            for index in _answers(messages):
+                try:
+                    found.append(self._turn(messages[: index + 1], tools))
+                except MaskError as error:
+                    found.append(str(error))
+        except MaskError as error:
+            found.append(str(error))
+        return found
+
     def _turn(self, messages: Messages, tools: Tools) -> Encoded:
         answer = messages[-1]
         try:
@@ -152,7 +166,7 @@ class ChatEncoder:
             raise MaskError("the content of an answer is not text")
         content = self._through(text)
         calls = [call["function"]["name"] for call in answer.get("tool_calls") or ()]
-        thoughts = next((self._through(answer[name]) for name in _THOUGHTS if answer.get(name)), "")
+        thoughts = next((self._through(answer[name]) for name in THOUGHTS if answer.get(name)), "")
         if calls:
             good = content in said and all(self._through(name) in said for name in calls)
         elif thoughts:

@@ -12,19 +12,13 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import re
 import shutil
-import signal
-import threading
-import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save
@@ -42,12 +36,15 @@ from heads.artifact import (
     write_atomic,
     write_json,
 )
+from training.devices import is_sharded, like, whole
+from training.generators import random_state, restore_random
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8})")
 _PARTS = ("run", "step", "finished", "identity", "record", "scheduler", "optimizer")  # of the state
 _STATE, _WEIGHTS, _OPTIMIZER = "state.json", "weights.safetensors", "optimizer.safetensors"
+_BEST = "best.safetensors"  # the weights of the best evaluation so far, where one decides
 
 
 class CheckpointFolder:
@@ -123,20 +120,23 @@ class CheckpointFolder:
 
     def load_weights(self, module: nn.Module) -> None:
         """Put the latest checkpoint's weights into the module."""
+        put(load_file(self._latest() / _WEIGHTS), module)
+
+    def best(self) -> dict[str, Tensor] | None:
+        """The weights of the best evaluation up to the latest checkpoint, where there are any."""
+        path = self._latest() / _BEST
+        return load_file(path) if path.is_file() else None
+
+    def _latest(self) -> Path:
         path = self.latest()
         assert path is not None, "read() told whether there is a checkpoint"
-        stored = load_file(path / _WEIGHTS)
-        tensors = owned(module)
-        assert stored.keys() == tensors.keys(), "the identity includes names and shapes"
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(stored[name])
+        return path
 
     def load_rest(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> None:
         """Restore optimizer, schedule and this rank's random generators from the latest checkpoint."""
-        path = self.latest()
-        assert path is not None, "read() told whether there is a checkpoint"
-        optimizer.load_state_dict(_join(state["optimizer"], load_file(path / _OPTIMIZER)))
+        path = self._latest()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        optimizer.load_state_dict(_join(state["optimizer"], load_file(path / _OPTIMIZER), parameters))
         scheduler.load_state_dict(state["scheduler"])
         random_file = path / _random_name(self.accelerator.process_index)
         if random_file.is_file():  # otherwise the run had fewer processes
@@ -150,11 +150,12 @@ class CheckpointFolder:
         scheduler: LRScheduler,
         record: Mapping[str, Any],
         *,
+        best: Mapping[str, Tensor] | None = None,
         finished: bool = False,
     ) -> Path:
         """Write the checkpoint of `step` unless it is there; every rank calls it.
 
-        record: the loop's own part, as JSON values.
+        record: the loop's own part, as JSON values; best: the weights that the best evaluation so far was of.
         """
         final = self.path(step)
         if (final / _STATE).is_file() and final not in self._damaged:
@@ -166,11 +167,14 @@ class CheckpointFolder:
         self.accelerator.wait_for_everyone()
         write_atomic(partial / _random_name(self.accelerator.process_index), save(random_state()))
         self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process or is_sharded(module):  # shards are brought together by all ranks
             scalars, tensors = _separate(optimizer.state_dict())
-            weights = {name: _plain(tensor) for name, tensor in owned(module).items()}
+            weights = {name: plain(tensor) for name, tensor in owned(module).items()}
+        if self.accelerator.is_main_process:
             write_atomic(partial / _WEIGHTS, save(weights))
             write_atomic(partial / _OPTIMIZER, save(tensors))
+            if best is not None:
+                write_atomic(partial / _BEST, save(dict(best)))
             state = {
                 "format": FORMAT,
                 "run": self.run,
@@ -272,9 +276,18 @@ def owned(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in module.state_dict().items() if name not in frozen}
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """A copy on the CPU that shares no memory with another tensor."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
+def put(stored: Mapping[str, Tensor], module: nn.Module) -> None:
+    """Put weights as a checkpoint holds them into a module of the same identity."""
+    tensors = owned(module)
+    assert stored.keys() == tensors.keys(), "the identity includes names and shapes"
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(stored[name])
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A whole copy on the CPU that shares no memory with another tensor; of a shard every rank makes it."""
+    return whole(tensor.detach()).to("cpu", copy=True).contiguous()
 
 
 def _separate(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -283,89 +296,18 @@ def _separate(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tenso
     tensors: dict[str, Tensor] = {}
     for index, entries in state["state"].items():
         scalars["state"][str(index)] = {k: v for k, v in entries.items() if not isinstance(v, Tensor)}
-        tensors.update({f"{index}/{k}": _plain(v) for k, v in entries.items() if isinstance(v, Tensor)})
+        tensors.update({f"{index}/{k}": plain(v) for k, v in entries.items() if isinstance(v, Tensor)})
     return scalars, tensors
 
 
-def _join(scalars: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The inverse of `_separate`."""
+def _join(scalars: Mapping[str, Any], tensors: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """The inverse of `_separate`, each tensor on as many devices as its parameter."""
     state: dict[int, dict[str, Any]] = {int(index): dict(rest) for index, rest in scalars["state"].items()}
     for name, tensor in tensors.items():
         index, _, key = name.partition("/")
-        state[int(index)][key] = tensor
+        state[int(index)][key] = like(tensor, parameters[int(index)])
     return {"state": state, "param_groups": scalars["param_groups"]}
 
 
 def _random_name(rank: int) -> str:
     return f"random-{rank:05}.safetensors"
-
-
-def random_state() -> dict[str, Tensor]:
-    """The generators of Python, NumPy and torch (and of this process's CUDA device) as tensors."""
-    version, words, gauss = random.getstate()
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    numpy_flags = [numpy_state["state"]["pos"], numpy_state["has_gauss"]]
-    state = {
-        "python": torch.tensor([version, *words], dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
-        "numpy_position": torch.tensor(numpy_flags, dtype=torch.int64),
-        "numpy_gauss": torch.tensor([numpy_state["gauss"]], dtype=torch.float64),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_random(state: Mapping[str, Tensor]) -> None:
-    """The inverse of `random_state`."""
-    version, *words = state["python"].tolist()
-    gauss = state["python_gauss"].tolist()
-    random.setstate((version, tuple(words), gauss[0] if gauss else None))
-    position, has_gauss = state["numpy_position"].tolist()
-    key = state["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, position, has_gauss, state["numpy_gauss"].item()))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-class Interrupted(SystemExit):
-    """Training was asked to stop by a signal, and has saved its state; the exit code is the signal's."""
-
-
-class StopRequest:
-    """Within the context SIGTERM and SIGINT are noted instead of ending the process.
-
-    A launcher passes on what the terminal has already sent, so only a signal that comes a second later ends
-    the process.
-    """
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._noted = 0.0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def noted(self) -> bool:
-        """Whether a signal has come."""
-        return self.signal is not None
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is None:
-            self.signal, self._noted = number, time.monotonic()
-        elif time.monotonic() - self._noted > 1:
-            self.__exit__()
-            signal.raise_signal(number)
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}

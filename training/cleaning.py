@@ -20,6 +20,7 @@ from typing import Any
 from zlib import crc32
 
 from heads.artifact import UserError
+from training.messages import THOUGHTS
 from training.traffic import Conversation, Message, hash_of
 
 _RUN, _PERMUTATIONS = 5, 128
@@ -153,7 +154,7 @@ def redacted(value: Any, redact: Callable[[str], str]) -> Any:
 
 def redacted_message(message: Message, redact: Callable[[str], str]) -> Message:
     """What is said and what is called with; the ids and names that join a call, its result and its tool stay."""
-    said = {**message, "content": redact(message["content"])}
+    said = {**message, **{name: redact(message[name]) for name in ("content", *THOUGHTS) if name in message}}
     if "tool_calls" in message:
         said["tool_calls"] = [
             {**call, "function": {**function, "arguments": redacted(function["arguments"], redact)}}

@@ -1,23 +1,25 @@
-"""Regenerate and collect: the target answers every turn of the traffic, and the store keeps its states.
+"""Collect: the states of every answer to the traffic, in a store, by one process or by all of a launch.
 
-Turn w of all conversations is wave w: a wave needs the answers of the wave before. Within a wave the prompts
-are sorted by length, longest first, and cut into batches; one batch is one shard. The plan follows from the
-conversations and the settings alone, so a killed run, started again, skips every shard that is whole and
-makes the others as they would have been: the finished store is the same byte for byte (on one machine, with
-one number of threads).
+Requests come in waves from a source (`training.requests`): the target answers every turn anew, here or as a server that
+serves it, turn w of all conversations being wave w; or the answers are those of the logs. Within a wave requests are
+sorted by length, longest first, and cut into batches; one batch is one shard, made by one process. The plan follows
+from the conversations and the settings alone, so a killed run, started again, with as many processes or others, skips
+every shard that is whole and makes the rest as they would have been: the finished store is the same byte for byte (on
+one machine, with one number of threads). Between two waves the processes wait for each other and read all answers from
+the shards' indexes.
 
-A prompt that is too long, that the template refuses or that the model fails on goes to the quarantine with
-its reason, and the later turns of its conversation are left out; nothing else stops.
+A request that is too long, that the template refuses or that the model fails on goes to the quarantine with its reason;
+nothing else stops.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +28,19 @@ import torch
 from heads.artifact import UserError
 from heads.base import FeatureNeeds
 from heads.target import FrozenTarget
+from training.logged import Logged
+from training.processes import Peers
 from training.progress import Progress
-from training.regenerate import Generation, answer_batch
+from training.regenerate import Generation, seed_of
+from training.requests import Request, RequestSource, Written
+from training.served import AnswerServer
+from training.served_answers import Served
 from training.states import Answer
 from training.store import STORED, Storage, check_disk, estimate_bytes
 from training.store_writer import Document, StoreWriter, wider_needs
-from training.traffic import Conversation, fingerprint
+from training.traffic import LOGGED, REGENERATE, Conversation, fingerprint
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One turn waiting for its answer; ids is the rendered prompt."""
-
-    conversation: Conversation
-    turn: int
-    ids: tuple[int, ...]
-
-    @property
-    def id(self) -> str:
-        """The id its document will have."""
-        return f"{self.conversation.id}#{self.turn}"
 
 
 def collect(
@@ -57,35 +50,62 @@ def collect(
     folder: str | Path,
     needs: FeatureNeeds,
     generation: Generation,
+    answers: str = REGENERATE,
     storage: Storage = STORED,
+    verified: bool = True,
+    peers: Peers | None = None,
+    server: AnswerServer | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Fill the features folder, or go on filling it, and return its manifest; a finished one is returned at
     once. A folder that was begun for more taps than `needs` keeps them: it serves several heads. One whose states are
     computed online serves every head.
 
+    answers: REGENERATE, or LOGGED for those that the conversations bring. verified: whether a finished folder's files
+    are compared with their checksums, and what is damaged made again. peers: the processes that share the work, all of
+    which call this. server: what writes the answers in the target's place.
     Raises UserError when the folder belongs to other settings, target or traffic, when the disk is too small,
     and when no conversation could be used.
     """
-    needs.check(target.num_layers)
-    needs = FeatureNeeds(last=False) if storage.states == "online" else wider_needs(folder, needs)
-    target.render([{"role": "user", "content": "?"}])  # without a chat template nothing can be asked
-    settings = {
-        "needs": {"taps": list(needs.taps), "last": needs.last},
-        "collect": asdict(storage),
-        "target": target.fingerprint,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "hidden_size": target.hidden_size,
-        "generation": asdict(generation),
-        "traffic": {"fingerprint": fingerprint(conversations), "conversations": len(conversations)},
-    }
-    writer = StoreWriter(folder, settings)
-    if (manifest := writer.finished()) is not None:
+    peers = peers or Peers()
+    with peers.step():
+        needs.check(target.num_layers)
+        needs = FeatureNeeds(last=False) if storage.states == "online" else wider_needs(folder, needs)
+        target.render([{"role": "user", "content": "?"}])  # without a chat template nothing can be asked
+        source: RequestSource
+        if answers == LOGGED:
+            source = Logged(target, conversations, generation=generation, taps=needs.taps)
+            how: dict[str, Any] = {"answers": LOGGED, "generation": source.settings}
+        elif server is not None:
+            source = Served(target, conversations, generation=generation, taps=needs.taps, server=server)
+            how = {"engine": "openai", "generation": asdict(generation)}
+        else:
+            source = Written(target, conversations, generation=generation, taps=needs.taps)
+            how = {"generation": asdict(generation)}
+        settings = {
+            "needs": {"taps": list(needs.taps), "last": needs.last},
+            "collect": asdict(storage),
+            "target": target.fingerprint,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "hidden_size": target.hidden_size,
+            **how,
+            "traffic": {"fingerprint": fingerprint(conversations), "conversations": len(conversations)},
+        }
+        writer = StoreWriter(folder, settings)
+        manifest = writer.finished(verified=verified and peers.main)
+        run = _Run(target=target, needs=needs, source=source, storage=storage, writer=writer, peers=peers)
+        if manifest is None and peers.main:
+            run.check_disk()
+    # The first process alone has compared checksums, and what it says holds for all.
+    if peers.first(manifest is not None):
+        assert manifest is not None
         logger.info("%s is complete: %d documents are used as they are", folder, manifest["documents"])
         return manifest
-    run = _Run(target=target, needs=needs, generation=generation, storage=storage, writer=writer)
-    run.check_disk(conversations)
-    return run.run(conversations, config)
+    with server or contextlib.nullcontext():
+        run.run(conversations, generation, on_policy=answers != LOGGED, config=config)
+    manifest = writer.finished()
+    assert manifest is not None, "a run that ends has finished the store"
+    return manifest
 
 
 class _Run:
@@ -96,27 +116,20 @@ class _Run:
         *,
         target: FrozenTarget,
         needs: FeatureNeeds,
-        generation: Generation,
+        source: RequestSource,
         storage: Storage,
         writer: StoreWriter,
+        peers: Peers,
     ) -> None:
-        self.target, self.needs, self.generation, self.writer = target, needs, generation, writer
+        self.target, self.needs, self.source, self.writer, self.peers = target, needs, source, writer, peers
         self.storage = storage
         self.answers: dict[str, list[str]] = {}
         self.refused: list[dict[str, Any]] = []
         self.shards: list[str] = []
 
-    def check_disk(self, conversations: Sequence[Conversation]) -> None:
-        """Refuse to begin what cannot fit, taking every answer at its longest."""
-        tokens = 0
-        for conversation in conversations:
-            for turn in range(len(conversation.turns)):
-                prompt = self._render(conversation, [""] * turn)
-                if isinstance(prompt, str) or len(prompt) > self.generation.max_prompt_tokens:
-                    break
-                longest = len(prompt) + turn * self.generation.max_new_tokens
-                tokens += min(longest, self.generation.max_prompt_tokens) + self.generation.max_new_tokens
-        target = self.target
+    def check_disk(self) -> None:
+        """Refuse to begin what cannot fit."""
+        tokens, target = self.source.most_tokens(), self.target
         needed = estimate_bytes(
             self.needs, tokens, hidden_size=target.hidden_size, dtype=target.dtype, storage=self.storage
         )
@@ -124,117 +137,95 @@ class _Run:
         check_disk(self.writer.folder, needed - there)
         logger.info("the features of up to %d tokens take at most %.2f GB", tokens, needed / 1e9)
 
-    def run(self, conversations: Sequence[Conversation], config: Mapping[str, Any] | None) -> dict[str, Any]:
+    def run(
+        self,
+        conversations: Sequence[Conversation],
+        generation: Generation,
+        *,
+        on_policy: bool,
+        config: Mapping[str, Any] | None,
+    ) -> None:
         """Answer all waves and finish the store."""
         self.answers = {conversation.id: [] for conversation in conversations}
         assert len(self.answers) == len(conversations), "the ids of conversations are distinct"
-        turns = [len(conversation.turns) for conversation in conversations]
-        with Progress(total=sum(turns), label="regenerate") as progress:
-            for turn in range(max(turns, default=0)):
-                for batch in self._wave(conversations, turn):
-                    self._batch(batch, progress)
-                progress.advance_to(sum(min(count, turn + 1) for count in turns))
-        reasons = Counter(row["reason"] for row in self.refused)
-        if not any(self.answers.values()):
-            why = "; ".join(f"{reason}: {count}" for reason, count in reasons.most_common()) or "there are none"
-            raise UserError(
-                f"None of the {len(conversations)} conversations gave an answer to learn from ({why}); raise "
-                f"generation.max_prompt_tokens, lower generation.max_new_tokens, or choose another traffic=."
-            )
+        turns = self.source.turns
+        with Progress(total=sum(turns), label=self.source.label, shown=self.peers.main) as progress:
+            for number in range(self.source.waves):
+                self._wave(number, generation, progress)
+                last = number + 1 == self.source.waves
+                progress.advance_to(sum(turns) if last else sum(min(count, number + 1) for count in turns))
+        with self.peers.step():
+            reasons = Counter(row["reason"] for row in self.refused)
+            if not any(self.answers.values()):
+                why = "; ".join(f"{reason}: {count}" for reason, count in reasons.most_common()) or "there are none"
+                raise UserError(
+                    f"None of the {len(conversations)} conversations gave an answer to learn from ({why}); "
+                    f"{self.source.remedy}."
+                )
+            if self.peers.main:
+                self._finish(reasons, on_policy, config)
+
+    def _finish(self, reasons: Counter[str], on_policy: bool, config: Mapping[str, Any] | None) -> None:
         if reasons:
-            logger.warning("%d prompts set aside in %s (%s)", len(self.refused), self.writer.folder, dict(reasons))
-        return self.writer.finish(
+            told = ", ".join(f"{reason}: {count}" for reason, count in reasons.items())
+            logger.warning("prompts set aside in %s: %d (%s)", self.writer.folder, len(self.refused), told)
+        self.writer.finish(
             self.shards,
             refused=self.refused,
             vocab_size=self.target.vocab_size,
-            body={"quarantined": dict(reasons.most_common())},
+            body={"on_policy": on_policy, "quarantined": dict(reasons.most_common())},
             config=config,
         )
 
-    def _wave(self, conversations: Sequence[Conversation], turn: int) -> Iterator[list[Request]]:
-        """The batches of one wave."""
-        requests: list[Request] = []
-        for conversation in conversations:
-            answers = self.answers[conversation.id]
-            if len(conversation.turns) <= turn or len(answers) < turn:
-                continue
-            prompt = self._render(conversation, answers)
-            reason = prompt if isinstance(prompt, str) else self._unfit(prompt)
-            request = Request(conversation, turn, () if isinstance(prompt, str) else tuple(prompt))
-            if reason is None:
-                requests.append(request)
-            else:
-                self._refuse(request, reason)
-        requests.sort(key=lambda request: (-len(request.ids), request.id))
-        size = self.generation.batch_size
-        yield from (requests[begin : begin + size] for begin in range(0, len(requests), size))
+    def _wave(self, number: int, generation: Generation, progress: Progress) -> None:
+        """Make this process's shards of a wave, and take the answers of all of them."""
+        shards: list[tuple[str, list[Request]]] = []
+        with self.peers.step():
+            requests, refused = self.source.wave(number, self.answers)
+            self.refused += [refusal.to_row() for refusal in refused]
+            requests.sort(key=lambda request: (-request.length, request.id))
+            size = generation.batch_size
+            batches = [requests[begin : begin + size] for begin in range(0, len(requests), size)]
+            shards += [(f"shard-{len(self.shards) + place:05d}", batch) for place, batch in enumerate(batches)]
+            others = [shard for place, shard in enumerate(shards) if place % self.peers.count != self.peers.rank]
+            own = shards[self.peers.rank :: self.peers.count]
+            self.source.expect([request for name, batch in own if not self.writer.has(name) for request in batch])
+            for name, batch in own:
+                self._make(name, batch, generation.seed, progress)
+                while self.peers.main and others and self.writer.has(others[0][0]):
+                    progress.advance(len(others.pop(0)[1]), tokens=0, seconds=0.0)
+        for name, batch in shards:
+            index = self.writer.index(name)
+            failed = [request for request in batch if request.id in index["failed"]]
+            self.refused += [self.source.failed(one, index["failed"][one.id]).to_row() for one in failed]
+            for row in index["documents"]:
+                self.answers[row["conversation"]].append(row["text"])
+        self.shards += [name for name, _ in shards]
 
-    def _render(self, conversation: Conversation, answers: Sequence[str]) -> list[int] | str:
-        """The prompt's token ids, or why there are none."""
-        try:
-            return self.target.render(conversation.messages(answers), tools=conversation.tools)
-        except UserError as error:
-            return str(error)
-
-    def _unfit(self, ids: Sequence[int]) -> str | None:
-        """Why the target cannot be asked this, if it cannot."""
-        length = len(ids)
-        if not 0 <= min(ids, default=-1) <= max(ids, default=-1) < self.target.vocab_size:
-            return "no tokens, or tokens outside the target's vocabulary"
-        if length > self.generation.max_prompt_tokens:
-            return f"longer than max_prompt_tokens={self.generation.max_prompt_tokens}"
-        if length + self.generation.max_new_tokens > self.target.max_length:
-            return f"no room for max_new_tokens in the context of {self.target.max_length} tokens"
-        return None
-
-    def _refuse(self, request: Request, reason: str) -> None:
-        lost = len(request.conversation.turns) - request.turn
-        row = {
-            "id": request.id,
-            "conversation": request.conversation.id,
-            "turn": request.turn,
-            "reason": reason,
-        }
-        self.refused.append({**row, "prompt_tokens": len(request.ids), "turns_lost": lost})
-
-    def _batch(self, batch: Sequence[Request], progress: Progress) -> None:
-        """Make one shard, or take over the one that is there."""
-        name = f"shard-{len(self.shards):05d}"
+    def _make(self, name: str, batch: Sequence[Request], seed: int, progress: Progress) -> None:
+        """Make one shard, unless it is there."""
         key = [request.id for request in batch]
         began = time.monotonic()
-        index = self.writer.shard(name, key)
-        reused = index is not None
-        if index is None:
-            results = self._answer(batch, _seed(self.generation.seed, key))
-            documents = [
-                self._document(request, result)
-                for request, result in zip(batch, results, strict=True)
-                if isinstance(result, Answer)
-            ]
-            failed = {
-                request.id: result for request, result in zip(batch, results, strict=True) if isinstance(result, str)
-            }
+        made = 0
+        if self.writer.shard(name, key) is None:
+            results = list(zip(batch, self._answer(batch, seed_of(seed, key)), strict=True))
+            documents = [self._document(request, result) for request, result in results if isinstance(result, Answer)]
+            failed = {request.id: result for request, result in results if isinstance(result, str)}
             index = self.writer.add(name, key, documents, failed)
-        self.shards.append(name)
-        for request in batch:
-            if request.id in index["failed"]:
-                self._refuse(request, index["failed"][request.id])
-        for row in index["documents"]:
-            self.answers[row["conversation"]].append(row["text"])
-        tokens = sum(row["tokens"] for row in index["documents"])
-        progress.advance(len(batch), tokens=0 if reused else tokens, seconds=time.monotonic() - began)
+            made = sum(row["tokens"] for row in index["documents"])
+        progress.advance(len(batch), tokens=made, seconds=time.monotonic() - began)
 
     def _answer(self, batch: Sequence[Request], seed: int) -> list[Answer | str]:
-        """Answers in the batch's order; a string, the reason, where the model fails even on the prompt
+        """Answers in the batch's order; a string, the reason, where the model fails even on the request
         alone."""
-        prompts = [request.ids for request in batch]
         try:
-            answers = answer_batch(self.target, prompts, taps=self.needs.taps, generation=self.generation, seed=seed)
-            return list(answers)
+            return list(self.source.answer(batch, seed))
+        except UserError:
+            raise
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"The device has too little memory for generation.batch_size={len(batch)} prompts of up to "
-                f"{max(map(len, prompts))} tokens; choose a smaller generation.batch_size."
+                f"{max(request.length for request in batch)} tokens; choose a smaller generation.batch_size."
             ) from error
         except (RuntimeError, IndexError, ValueError) as error:
             if len(batch) == 1:
@@ -256,8 +247,3 @@ class _Run:
             last_TD=answer.last_TD if self.needs.last else None,
             lse_T=answer.lse_T if self.storage.states == "stored" else None,
         )
-
-
-def _seed(seed: int, key: Sequence[str]) -> int:
-    """A seed of its own for each batch, so that a batch made again draws the same."""
-    return int(hashlib.sha256("\n".join([str(seed), *key]).encode()).hexdigest()[:12], 16)

@@ -103,7 +103,8 @@ def _answer(response: Any) -> list[Any]:
     if not isinstance(response, list) or not response or not isinstance(response[0], dict):
         return []
     message = response[0].get("message") or response[0].get("delta")
-    return [{**message, "role": "assistant"}] if isinstance(message, dict) else []
+    ended = {"finish_reason": reason} if isinstance(reason := response[0].get("finish_reason"), str) else {}
+    return [{**ended, **message, "role": "assistant"}] if isinstance(message, dict) else []
 
 
 def _sharegpt(row: Mapping[str, Any]) -> Chat:

@@ -13,25 +13,30 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
 from heads.artifact import UserError, digest
-from heads.base import Learner
-from training.checkpoint import CheckpointFolder, Interrupted, StopRequest, owned
+from heads.base import Learner, TargetFeatures
+from training.checkpoint import CheckpointFolder, owned, plain, put
+from training.devices import deterministic, make_whole, open_accelerator, whole_state, wrap
 from training.features import Batch, BatchPlan, FeatureSource, read_ahead
+from training.interrupt import Interrupted, StopRequest
 from training.optim import build_optimizer, build_scheduler, clip_gradients
 from training.processes import processes_missing, raise_missing
+from training.selection import BY, Selection
 from training.settings import TrainResult, TrainSettings
 from training.step import GradientStep, MetricSums, StepSums, Trainee, means
-from training.tracking import Display, NullDisplay, NullTracker, Tracker, open_display
+from training.tracking import Display, NullDisplay, NullTracker, Tracker, open_display, peak_memory
 
-OnEval = Callable[[int], Mapping[str, float] | None]
+OnEval = Callable[[int, Mapping[str, Tensor]], Mapping[str, float] | None]
+"""(step, the head's whole state) -> numbers."""
 
 
 def train(
@@ -47,7 +52,8 @@ def train(
 ) -> TrainResult:
     """Train `head` in place on the documents of `source`, continuing from the latest of `folder/checkpoints`.
 
-    on_eval(step): called on the main process every eval_every steps, its numbers are logged as `eval/…`;
+    on_eval(step, state): called on the main process every eval_every steps, its numbers are logged as `eval/…`, and
+    its `tokens_per_round` decides with keep_best which head comes out and with patience when the run ends;
     identity: what else makes two runs the same (target fingerprint, config); stream: where progress is shown.
     It trains where the head is, which is where what it borrows of the target must lie.
     Raises UserError for a checkpoint of another run and for a loss that is not finite, Interrupted (a
@@ -60,6 +66,8 @@ def train(
     if state is not None:
         run.checkpoints.load_weights(head)
         if state["finished"]:
+            if (best := run.checkpoints.best()) is not None:
+                put(best, head)
             return TrainResult(**state["record"]["result"])
     run.prepare(state)
     if run.main:
@@ -68,7 +76,7 @@ def train(
     result = None
     try:
         run.tracker.open(step=run.at.step, run_id=run.at.tracker_run, config=run.checkpoints.identity)
-        with _deterministic(run.accelerator.device), StopRequest() as request:
+        with deterministic(run.accelerator.device), StopRequest() as request:
             result = run.go(request, on_eval)
     finally:
         run.display.close()
@@ -84,15 +92,6 @@ def train(
     return result
 
 
-def open_accelerator(device: torch.device) -> Accelerator:
-    """Accelerate as this loop uses it, on this device; autocast is ours, so runs of one process may differ in it."""
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # a single process is given the current one
-    # Accelerate would take a GPU wherever there is one, and without `cpu` and without one make every process a rank 0.
-    return Accelerator(mixed_precision="no", cpu=device.type == "cpu", kwargs_handlers=[ddp])
-
-
 def describe_head(head: Learner) -> dict[str, Any]:
     """What makes two heads the same before training: class, arguments, vocabulary, names and shapes."""
     return {
@@ -101,23 +100,6 @@ def describe_head(head: Learner) -> dict[str, Any]:
         "vocabulary": digest(head.vocab.ids_W.tolist()),
         "tensors": {name: list(tensor.shape) for name, tensor in owned(head).items()},
     }
-
-
-@contextlib.contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """On the CPU, sums in the same order each time: without this some scatter kernels race."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill: Any = torch.utils.deterministic
-    before = fill.fill_uninitialized_memory
-    if device.type == "cpu":
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        fill.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn)
-        fill.fill_uninitialized_memory = before
 
 
 @dataclass
@@ -131,7 +113,9 @@ class _Position:
     skipped: int = 0
     window: dict[str, float] = field(default_factory=dict)  # global sums since the last log line
     metrics: dict[str, Any] = field(default_factory=dict)  # per-depth sums since then
+    norm: float = 0.0  # of the last gradient, before clipping
     latest: dict[str, float] = field(default_factory=dict)  # the last log line
+    selection: dict[str, Any] = field(default_factory=dict)
     tracker_run: str | None = None
     result: dict[str, Any] | None = None
 
@@ -177,19 +161,27 @@ class _Run:
         self.display: Display = NullDisplay()
         self.at = _Position()
         self.metrics = MetricSums()
+        self.selection = Selection()
+        self.best: dict[str, Tensor] | None = None  # its weights, on the main process
         self.resumed_from: int | None = None
 
     def prepare(self, state: dict[str, Any] | None) -> None:
         """Optimizer, schedule and wrapper, then the stored state where there is one."""
         settings = self.settings
-        trainee = Trainee(
-            self.head, bf16=settings.mixed_precision == "bf16", distributed=self.accelerator.num_processes > 1
-        )
-        optimizer = build_optimizer(self.head, settings.optim)
-        self.scheduler = build_scheduler(optimizer, settings.optim, self.total)
+        if settings.gradient_checkpointing:
+            if self.head.recompute is None:
+                raise UserError(
+                    f"train.gradient_checkpointing=true: a {type(self.head).__name__} keeps nothing for its backward "
+                    f"that it could compute again; set it to false."
+                )
+            self.head.recompute = True
+        several = self.accelerator.num_processes > 1
+        trainee = Trainee(self.head, bf16=settings.mixed_precision == "bf16", distributed=several, mean=settings.mean)
         with warnings.catch_warnings():  # torch has a new name for the option, accelerate not yet
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            model, self.optimizer = self.accelerator.prepare(trainee, optimizer)
+            model = wrap(self.accelerator, trainee)
+        self.optimizer = build_optimizer(self.head, settings.optim)
+        self.scheduler = build_scheduler(self.optimizer, settings.optim, self.total)
         self.gradient = GradientStep(
             self.accelerator,
             model,
@@ -201,33 +193,51 @@ class _Run:
             self.checkpoints.load_rest(state, self.optimizer, self.scheduler)
             self.at = _Position(**state["record"])
             self.metrics.add(self.at.metrics if self.main else {})
+            self.selection = Selection(**self.at.selection)
+            self.best = self.checkpoints.best() if self.main else None
             self.resumed_from = self.at.step
 
     def go(self, request: StopRequest, on_eval: OnEval | None) -> TrainResult | None:
         """All steps that are left; None when a signal ended them before the last one."""
-        settings, at = self.settings, self.at
-        micro_batches = read_ahead(self._parts(), partial(self.plan.load, self.source), settings.read_ahead)
+        at, every = self.at, self.settings.save_every
+        over = self._evaluate_if_due(on_eval)  # a signal may have come before it
+        micro_batches = read_ahead(self._parts(), partial(self.plan.load, self.source), self.settings.read_ahead)
         with contextlib.closing(micro_batches):
-            for step in self._steps(at.step):
-                began = time.monotonic()
-                sums = self.gradient(step.number, micro_batches, self.metrics, request.noted)
-                norm = self._apply(step, sums)
-                self._count(step, sums, time.monotonic() - began)
-                last = at.step == self.total
-                if last or at.step % settings.log_every == 0:
-                    self._log(norm)
-                    self.display.update(at.step, at.latest)
-                elif sums.count:
-                    self.display.update(at.step, {**at.latest, "loss": sums.loss / sums.count})
-                if on_eval is not None and settings.eval_every and at.step % settings.eval_every == 0:
-                    self._evaluate(on_eval)
-                if not last and (sums.stop or (settings.save_every and at.step % settings.save_every == 0)):
+            for step in () if over else self._steps(at.step):
+                sums = self._take(step, micro_batches, request)
+                if sums.stop and at.step < self.total:
                     self.save()
-                if not last and sums.stop:
                     return None
-        result = self._result()
-        at.result = asdict(result)
+                over = self._evaluate_if_due(on_eval)
+                if over:
+                    break
+                if at.step < self.total and every and at.step % every == 0:
+                    self.save()
+        if at.window:
+            self._log()
+        return self._finish(over)
+
+    def _take(self, step: _Step, micro_batches: Iterator[TargetFeatures | None], request: StopRequest) -> StepSums:
+        """One step, and what is shown of it."""
+        at, began = self.at, time.monotonic()
+        sums = self.gradient(step.number, micro_batches, self.metrics, request.noted)
+        self._apply(step, sums)
+        self._count(step, sums, time.monotonic() - began)
+        if at.step == self.total or at.step % self.settings.log_every == 0:
+            self._log()
+            self.display.update(at.step, at.latest)
+        elif sums.count:
+            self.display.update(at.step, {**at.latest, "loss": sums.loss / sums.count})
+        return sums
+
+    def _finish(self, stopped_early: bool) -> TrainResult:
+        """Save the last state, and leave in the head the weights that come out."""
+        result = replace(self._result(), stopped_early=stopped_early)
+        self.at.result = asdict(result)
         self.save(finished=True)
+        make_whole(self.head)
+        if (best := self.checkpoints.best()) is not None:  # read back, so that all ranks have them
+            put(best, self.head)
         return result
 
     def _steps(self, start: int) -> Iterator[_Step]:
@@ -246,24 +256,24 @@ class _Run:
         for step in self._steps(self.at.step):
             yield from self.plan.split(step.batch, world * self.settings.accumulation)[rank::world]
 
-    def _apply(self, step: _Step, sums: StepSums) -> float:
-        """Let the gradient move the weights; returns its norm before clipping.
+    def _apply(self, step: _Step, sums: StepSums) -> None:
+        """Let the gradient move the weights.
 
         A step without a supervised position moves the schedule only.
         """
-        norm = 0.0
+        self.at.norm = 0.0
         if not math.isfinite(sums.loss):
             self._stop(step, f"the loss is {sums.loss}")
         if sums.count:
             norm = clip_gradients(self.gradient.trainable, self.settings.optim)
             if not math.isfinite(norm):
                 self._stop(step, f"the norm of the gradient is {norm}")
+            self.at.norm = norm
             self.optimizer.step()
         with warnings.catch_warnings():  # torch expects the optimizer's step first, also where it is skipped
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
 
     def _stop(self, step: _Step, what: str) -> NoReturn:
         """End the run before the weights take harm."""
@@ -285,7 +295,7 @@ class _Run:
         more = {"loss": sums.loss, "count": sums.count, "tokens": sums.tokens, "seconds": seconds}
         at.window = {name: at.window.get(name, 0.0) + value for name, value in more.items()}
 
-    def _log(self, norm: float) -> None:
+    def _log(self) -> None:
         """Write the means since the last line, and begin anew."""
         at, window = self.at, self.at.window
         numbers: dict[str, float] = {"epoch": at.epoch}
@@ -295,32 +305,59 @@ class _Run:
             numbers.update({f"{name}/{depth}": value for depth, value in enumerate(values, 1)})
         numbers |= {
             "lr": float(self.scheduler.get_last_lr()[0]),
-            "grad_norm": norm,
+            "grad_norm": at.norm,
             "tokens": at.tokens,
             "skipped_steps": at.skipped,
             "seconds": at.seconds,
             "tokens_per_second": window["tokens"] / max(window["seconds"], 1e-9),
+            "memory_gb": peak_memory(self.accelerator.device) / 1e9,
         }
         at.latest, at.window = numbers, {}
         self.tracker.log(at.step, numbers)
 
+    def _evaluate_if_due(self, on_eval: OnEval | None) -> bool:
+        """Evaluate the head as it is after this step unless that was done; returns whether the run is over by it.
+
+        Where the best head is kept, the last one is a candidate too.
+        """
+        settings, at = self.settings, self.at
+        if on_eval is None or not settings.eval_every or at.step in (0, self.selection.evaluated):
+            return False
+        last = settings.keep_best and at.step == self.total
+        if at.step % settings.eval_every and not last:
+            return False
+        self._evaluate(on_eval)
+        over = [self.selection.is_over(settings.patience)]
+        broadcast_object_list(over)
+        return bool(over[0]) and at.step < self.total
+
     def _evaluate(self, on_eval: OnEval) -> None:
         """Call `on_eval` on the main process while the others wait."""
-        if self.main:
-            self.head.eval()
-            with torch.no_grad():
-                numbers = on_eval(self.at.step) or {}
-            self.head.train()
-            self.tracker.log(self.at.step, {f"eval/{name}": value for name, value in numbers.items()})
-        self.accelerator.wait_for_everyone()
+        state = whole_state(self.head)
+        self.selection.evaluated = self.at.step
+        if not self.main:
+            return
+        began = time.monotonic()
+        self.head.eval()
+        with torch.no_grad():
+            numbers = on_eval(self.at.step, state) or {}
+        self.head.train()
+        seconds = time.monotonic() - began
+        if self.selection.take(self.at.step, numbers.get(BY), seconds) and self.settings.keep_best:
+            self.best = {name: plain(state[name]) for name in owned(self.head)}
+        self.tracker.log(
+            self.at.step, {f"eval/{name}": value for name, value in numbers.items()} | {"eval/seconds": seconds}
+        )
 
     def save(self, *, finished: bool = False) -> Path:
         """Write a checkpoint of the state between two steps."""
         self.tracker.sync()
         self.metrics.gather(keep=self.main)
         self.at.metrics, self.at.tracker_run = self.metrics.sums, self.tracker.run_id
+        self.at.selection = asdict(self.selection)
+        record = asdict(self.at)
         return self.checkpoints.save(
-            self.at.step, self.head, self.optimizer, self.scheduler, asdict(self.at), finished=finished
+            self.at.step, self.head, self.optimizer, self.scheduler, record, best=self.best, finished=finished
         )
 
     def _result(self) -> TrainResult:
@@ -342,4 +379,6 @@ class _Run:
             truncated_documents=self.plan.truncated,
             checkpoint=str(self.checkpoints.path(at.step)),
             resumed_from=self.resumed_from,
+            evaluation_seconds=self.selection.seconds,
+            chosen=self.selection.facts() if self.settings.keep_best else None,
         )

@@ -4,7 +4,8 @@
 * Content is text, or a list of parts: text parts are joined by line breaks, as servers do for text models; a row with
   other parts (images, audio, files) cannot be used.
 * An assistant message only marks where an answer belongs; several in a row mark one place, and their content is not
-  looked at. One before the first user message is a greeting that nobody asked for: it stays as written.
+  looked at, unless the logged answers are wanted (`logged_of`). One before the first user message is a greeting that
+  nobody asked for: it stays as written.
 * Tool results are replayed as written. Where the logged answer before them called tools, it is replayed with them, in
   place of the target's own answer: results belong to the calls that they answer, and strict templates insist on it.
 * Arguments of calls are handed to the template as objects, the way a server does it.
@@ -24,6 +25,7 @@ _ROLES = {
     **{name: name for name in ("system", "user", "assistant", "tool")},
     **{"developer": "system", "function": "tool"},
 }
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names under which servers log them
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _DEEPEST = 100  # levels of tool schemas and arguments, far below where Python's own JSON gives up
 
@@ -58,6 +60,25 @@ def turns_of(messages: Any) -> list[list[Message]]:
     if not turns or not any(message["role"] == "user" for message in turns[0]):
         raise RowError("no user message")
     return turns
+
+
+def logged_of(messages: Iterable[Any]) -> list[Message]:
+    """The messages as a template takes them, logged answers with their thoughts and calls included. It ends before the
+    first answer that was not logged. Raises RowError."""
+    said: list[Message] = []
+    for message in messages:
+        role = role_of(message)
+        if role != "assistant":
+            said.append(_said(role, message))
+            continue
+        calls = calls_of(message)
+        if message.get("content") is None and not calls:
+            break
+        content = content_of(message, may_be_empty=True) if message.get("content") is not None else ""
+        answer: Message = {"role": role, "content": content, **({"tool_calls": calls} if calls else {})}
+        kept = (name for name in (*THOUGHTS, "finish_reason") if isinstance(message.get(name), str))
+        said.append(answer | {name: text_of(message[name]) for name in kept})
+    return said
 
 
 def flatten(turns: Any) -> list[Any]:

@@ -1,8 +1,8 @@
-"""The processes that a launcher promised but did not start.
+"""The processes of one launch: those that a launcher promised but did not start, and how they wait for each other.
 
 `accelerate launch --cpu --num_processes 2` starts one process only (several CPU processes need mpirun
 there), and says nothing about it. The process can tell: it has the address of a rendezvous, but no rank. The
-first of the ranks then starts the others itself.
+first of the ranks then starts the others itself, and they end with it.
 
 It does not know what the processes do.
 """
@@ -10,18 +10,23 @@ It does not know what the processes do.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from heads.artifact import UserError
 
 _RANKS = ("RANK", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _DEFAULT_PORT = "29500"
+_FIRST_ENDS = "DRAFTSMITH_FIRST_ENDS"  # the end of a pipe that closes when the process that started this one ends
+_WAIT = timedelta(days=30)  # for the slowest process; one that has ended is noticed at once
 
 
 def processes_missing() -> bool:
@@ -36,6 +41,8 @@ def start_missing_processes() -> None:
     To be called before anything else, and without effect where all processes are there. Raises UserError
     when the number cannot be told.
     """
+    if _FIRST_ENDS in os.environ:
+        threading.Thread(target=_end_with, args=(int(os.environ[_FIRST_ENDS]),), daemon=True).start()
     if not processes_missing():
         return
     count = requested_processes(_command_of_parent())
@@ -44,28 +51,40 @@ def start_missing_processes() -> None:
     if os.environ.get("MASTER_PORT", _DEFAULT_PORT) == _DEFAULT_PORT:
         os.environ["MASTER_PORT"] = str(_free_port())
     common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    told, _held = os.pipe()  # the other end closes with this process, however it ends
     for rank in range(1, count):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
-        child = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env={**os.environ, **ranks})
+        environment = {**os.environ, **ranks, _FIRST_ENDS: str(told)}
+        child = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment, pass_fds=(told,))
         atexit.register(child.wait)
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", **common})
+
+
+def _end_with(pipe: int) -> None:
+    os.read(pipe, 1)
+    os._exit(1)
 
 
 def raise_missing() -> NoReturn:
     """Refuse to train alone what was meant for several processes."""
     raise UserError(
-        "accelerate launch started one CPU process although several were asked for; give --num_processes on "
-        "its command line, or use torchrun --nproc_per_node instead."
+        "accelerate launch started one CPU process although several were asked for; give --num_processes or "
+        "--config_file on its command line, or use torchrun --nproc_per_node instead."
     )
 
 
 def requested_processes(command: Sequence[str]) -> int | None:
-    """N of `--num_processes N` in a launcher's command line."""
+    """N of `--num_processes N` in a launcher's command line, or of the file that its `--config_file` names."""
     words = [word for argument in command for word in argument.split("=", 1)]
-    for option, value in zip(words, words[1:], strict=False):
-        if option.replace("-", "_") == "__num_processes" and value.isdigit():
-            return int(value)
-    return None
+    options = {option.replace("-", "_"): value for option, value in zip(words, words[1:], strict=False)}
+    value, path = options.get("__num_processes", ""), Path(options.get("__config_file", ""))
+    if value.isdigit():
+        return int(value)
+    if not path.is_file():
+        return None
+    from accelerate.commands.config.config_args import load_config_from_file  # slow to import, and seldom needed
+
+    return int(load_config_from_file(str(path)).num_processes)
 
 
 def _command_of_parent() -> list[str]:
@@ -78,3 +97,69 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class PeerFailed(UserError):
+    """Another process of the launch has failed and says why."""
+
+
+class Peers:
+    """The processes of one launch at one piece of work: this one's rank, and how many there are."""
+
+    def __init__(self, rank: int = 0, count: int = 1, group: Any = None) -> None:
+        self.rank, self.count, self._group = rank, count, group
+
+    @classmethod
+    def of_launch(cls, *, cpu: bool) -> Peers:
+        """Those that a launcher started, or this process alone; cpu: whether they compute without an accelerator."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls()
+        import torch.distributed as dist
+        from accelerate import PartialState
+
+        state = PartialState(cpu=cpu)  # the one that training goes on with
+        # NCCL would keep the devices busy with waiting, and give up after minutes.
+        return cls(state.process_index, state.num_processes, dist.new_group(backend="gloo", timeout=_WAIT))
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that speaks for all."""
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Work after which all wait for all; steps are not nested.
+
+        Where it fails in some of them the error goes on in the first of these and PeerFailed is raised in all others.
+        Raises UserError when another process has ended.
+        """
+        try:
+            yield
+        except Exception as error:
+            failed: list[bool] = []
+            with contextlib.suppress(UserError):  # what has happened here is the news, not who is gone
+                failed = self._gather(True)
+            if any(failed[: self.rank]):
+                raise PeerFailed from error
+            raise
+        if any(self._gather(False)):
+            raise PeerFailed
+
+    def first(self, value: Any) -> Any:
+        """The value that the first process has."""
+        return self._gather(value)[0]
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The values of all processes, once all are here."""
+        if self.count == 1:
+            return [value]
+        import torch.distributed as dist
+
+        everywhere: list[Any] = [None] * self.count
+        try:
+            dist.all_gather_object(everywhere, value, group=self._group)
+        except RuntimeError as error:
+            raise UserError(
+                "Another process of this launch has ended before its work was done; the same command goes on from here."
+            ) from error
+        return everywhere

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -11,24 +12,40 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 _EVERY = 15.0  # seconds between two lines where there is no terminal
+_BESIDE = 40  # columns that a bar, its counters, the time left and the speed take
+
+
+def fitting(parts: Sequence[str], room: int) -> str:
+    """As many of the parts as there is room for, the first ones first; the first is cut where it is too long itself."""
+    text = parts[0] if parts else ""
+    for part in parts[1:]:
+        if len(text) + 2 + len(part) > room:
+            break
+        text += f"  {part}"
+    return text if len(text) <= room else f"{text[: max(room, 1) - 1]}…"
 
 
 class Progress:
-    """Counts units done out of `total` and tokens per second, on standard error; a context manager."""
+    """Counts units done out of `total` and tokens per second, on standard error unless not `shown`; a context
+    manager."""
 
-    def __init__(self, *, total: int, label: str) -> None:
+    def __init__(self, *, total: int, label: str, shown: bool = True) -> None:
         self._total, self._label = total, label
         self._done, self._worked, self._tokens, self._seconds = 0, 0, 0, 0.0
         self._next_line = time.monotonic() + _EVERY
         self._bar: Bar | None = None
-        if sys.stderr.isatty():
+        self._shown = shown
+        if shown and sys.stderr.isatty():
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
             )
-            self._bar = Bar(*columns, TextColumn("{task.fields[rate]}"), console=Console(stderr=True))
+            console = Console(stderr=True)
+            self._bar = Bar(*columns, TextColumn("{task.fields[rate]}"), console=console)
+            # Rich would cut the counters too: the label is what can be shorter.
+            label = fitting([label.strip()], console.width - _BESIDE)
             self._task = self._bar.add_task(label, total=total, rate="")
 
     def __enter__(self) -> Progress:
@@ -69,6 +86,8 @@ class Progress:
             self._next_line = time.monotonic() + _EVERY
 
     def _line(self, ending: str) -> None:
+        if not self._shown:
+            return
         sys.stderr.write(f"{self._label} {self._done}/{self._total}  {self._rate():.0f} tokens/s  {ending}\n")
         sys.stderr.flush()
 

@@ -24,9 +24,9 @@ from typing import Any
 from heads.artifact import UserError
 from training.cleaning import Cleaning, NearDuplicates, redacted_id, redacted_message, redacted_tool
 from training.formats import FORMATS, chat_of, choose_format
-from training.messages import RowError, has_empty_answer, text_of, tools_of, turns_of
+from training.messages import RowError, has_empty_answer, logged_of, text_of, tools_of, turns_of
 from training.sources import HUB, RawRow, find_files, read_file, read_hub
-from training.traffic import Conversation, Reading, Rejected, hash_of, summary
+from training.traffic import LOGGED, REGENERATE, Conversation, Reading, Rejected, hash_of, summary
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ def read_files(
     hub_config: str | None = None,
     hub_split: str = "train",
     rows: int | None = None,
+    answers: str = REGENERATE,
     held_out: float = 0.1,
     limit: int | None = None,
     slice_field: str = "slice",
@@ -55,14 +56,17 @@ def read_files(
     """Read conversations from a file, a folder, a glob, or a data set on the Hub.
 
     path: also hf://datasets/<name>, read with hub_config and hub_split as it streams. format: one of
-    `training.formats`, or auto. rows: how many to read at most. limit: how many conversations to keep per slice, chosen
-    by a hash of their ids. slice_field: the row's field that names its slice; rows without it go to `default_slice`.
-    The others are those of `training.cleaning.Cleaning`. Raises UserError when no row can be used.
+    `training.formats`, or auto. rows: how many to read at most. answers: LOGGED keeps the logged ones. limit: how many
+    conversations to keep per slice, chosen by a hash of their ids. slice_field: the row's field that names its slice;
+    rows without it go to `default_slice`. The others are those of `training.cleaning.Cleaning`. Raises UserError when
+    no row can be used.
     """
     if path is None:
         raise UserError("traffic.path is not set; give a file, a folder, a glob or hf://datasets/<name>.")
     if format not in ("auto", *FORMATS):
         raise UserError(f"traffic.format={format} is unknown; choose auto or one of {', '.join(FORMATS)}.")
+    if answers not in (REGENERATE, LOGGED):
+        raise UserError(f"collect.answers={answers} is unknown; choose {REGENERATE} or {LOGGED}.")
     for name, most in (("rows", rows), ("limit", limit)):
         if most is not None and most < 1:
             raise UserError(f"traffic.{name}={most} is not possible; give at least 1, or null for all.")
@@ -74,7 +78,7 @@ def read_files(
         redact=redact or [],
         phone_region=phone_region,
     )
-    read = Rows(slice_field=slice_field, default_slice=default_slice, cleaning=cleaning)
+    read = Rows(slice_field=slice_field, default_slice=default_slice, cleaning=cleaning, keep_answers=answers == LOGGED)
     for name, source in _sources(path, format, hub_config, hub_split):
         left = None if rows is None else rows - read.count
         if left == 0:
@@ -85,6 +89,7 @@ def read_files(
         **{"path": path, "format": format, "formats": dict(read.formats), "rows": rows, "limit": limit},
         **({"hub_config": hub_config, "hub_split": hub_split} if path.startswith(HUB) else {}),
         **{"slice_field": slice_field, "default_slice": default_slice, **asdict(cleaning)},
+        **({"answers": answers} if answers == LOGGED else {}),
     }
     return read.finish(held_out=held_out, limits=limit, arguments=arguments)
 
@@ -102,8 +107,14 @@ class Rows:
     """Takes rows in, one by one, and sorts them into conversations and rejected rows."""
 
     def __init__(
-        self, *, slice_field: str = "slice", default_slice: str = "traffic", cleaning: Cleaning | None = None
+        self,
+        *,
+        slice_field: str = "slice",
+        default_slice: str = "traffic",
+        cleaning: Cleaning | None = None,
+        keep_answers: bool = False,
     ) -> None:
+        self._keep_answers = keep_answers
         self._slice_field, self._default_slice, self._cleaning = slice_field, default_slice, cleaning or Cleaning()
         threshold = self._cleaning.near_duplicates
         self._near = None if threshold is None else NearDuplicates(threshold)
@@ -159,6 +170,7 @@ class Rows:
             default_slice=self._default_slice,
             empty_answers=self._cleaning.empty_answers,
             redact=self._redact,
+            keep_answers=self._keep_answers,
         )
 
     def finish(
@@ -194,24 +206,28 @@ def parse_row(
     default_slice: str = "traffic",
     empty_answers: bool = True,
     redact: Callable[[str], str] | None = None,
+    keep_answers: bool = False,
 ) -> Conversation:
     """One row as a conversation; raises RowError with the reason when it is malformed.
 
     form: one of `training.formats`, by the row itself where it is None. empty_answers: whether a logged answer may be
     empty. redact: what blacks out a text, before the row gets an id from its content; an id that holds such a
-    text becomes a hash.
+    text becomes a hash. keep_answers: whether the conversation keeps the logged answers.
     """
     messages, offered = chat_of(row, form or choose_format([row]))
     turns, tools = turns_of(messages), tools_of(offered)
+    logged = logged_of(messages) if keep_answers else []
     if not empty_answers and has_empty_answer(messages):
         raise RowError("an answer is empty")
     if redact is not None:
         turns = [[redacted_message(message, redact) for message in turn] for turn in turns]
+        logged = [redacted_message(message, redact) for message in logged]
         tools = tuple(redacted_tool(tool, redact) for tool in tools)
     fields = row if isinstance(row, dict) else {}
     label, name = fields.get(slice_field), fields.get("id", fields.get("custom_id"))
     if name is None:
-        name = _BY_CONTENT + hash_of("id", json.dumps([turns, tools] if tools else turns))[:24]
+        content = [turns, tools, logged] if logged else [turns, tools] if tools else turns
+        name = _BY_CONTENT + hash_of("id", json.dumps(content))[:24]
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
     if not isinstance(name, str) or not name:
@@ -222,7 +238,7 @@ def parse_row(
     name, label = text_of(name), text_of(label)
     if redact is not None:
         name, label = redacted_id(name, redact), redact(label)
-    return Conversation(name, label, tuple(tuple(turn) for turn in turns), tools)
+    return Conversation(name, label, tuple(tuple(turn) for turn in turns), tools, tuple(logged))
 
 
 def _choose(conversations: Iterable[Conversation], limits: int | Mapping[str, int | None] | None) -> list[Conversation]:

@@ -10,6 +10,7 @@ why.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ import torch
 from transformers import GenerationConfig
 
 from heads.artifact import UserError
-from heads.cache import growing_cache
 from heads.target import FrozenTarget
 from training.states import Answer, check_finite, log_sum_exp, thinned, with_zero_row
 
@@ -54,6 +54,11 @@ class Generation:
                 raise UserError(f"generation.{name}={self.__dict__[name]} is not allowed; choose a value {rule}.")
 
 
+def seed_of(seed: int, names: Sequence[str]) -> int:
+    """A seed (48 bits) of their own for what is answered together, so that doing it again draws the same."""
+    return int(hashlib.sha256("\n".join([str(seed), *names]).encode()).hexdigest()[:12], 16)
+
+
 @torch.inference_mode()
 def answer_batch(
     target: FrozenTarget,
@@ -77,8 +82,8 @@ def answer_batch(
         result: Any = target.model.generate(
             inputs=torch.tensor(ids, device=target.device),
             attention_mask=torch.tensor(mask, device=target.device),
-            generation_config=_config(target, generation),
-            cache=growing_cache(),
+            generation_config=generation_config(target, generation),
+            cache=target.new_cache(),
         )
     # Per step: (tapped states, last state) of the positions of that step, the whole prompt in the first.
     taps_BTE = torch.cat([step[0] for step in result.hidden_states], dim=1)
@@ -101,7 +106,8 @@ def answer_batch(
     return check_finite(answers)
 
 
-def _config(target: FrozenTarget, generation: Generation) -> GenerationConfig:
+def generation_config(target: FrozenTarget, generation: Generation, *, states: bool = True) -> GenerationConfig:
+    """What `generate` is told; states: whether it hands on those of all its steps."""
     sampled = generation.temperature > 0
     draws = {"temperature": generation.temperature, "top_p": generation.top_p, "top_k": 0} if sampled else {}
     eos = list(target.eos_token_ids)
@@ -111,6 +117,6 @@ def _config(target: FrozenTarget, generation: Generation) -> GenerationConfig:
         eos_token_id=eos or None,
         pad_token_id=eos[0] if eos else 0,
         return_dict_in_generate=True,
-        output_hidden_states=True,
+        output_hidden_states=states,
         **draws,
     )

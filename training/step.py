@@ -15,26 +15,33 @@ from dataclasses import dataclass, field, replace
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import nn
+from torch import Tensor, nn
 
 from heads.base import Learner, LossSums, TargetFeatures
+from training.devices import without_exchange
+from training.features import unpack
 
 DepthSums = tuple[list[float], list[float]]
 
 
 class Trainee(nn.Module):
-    """What accelerate wraps: the head in its precision, and a loss that reaches every parameter.
+    """What is wrapped for several processes: the head in its precision, and a loss that reaches every parameter.
 
-    A distributed wrapper waits for the gradient of each parameter on every rank, also where a rank has no
-    document.
+    mean: what one unit of the loss is, a "token" or a "sequence". A distributed wrapper waits for the gradient of each
+    parameter on every rank, also where a rank has no document.
     """
 
-    def __init__(self, head: Learner, *, bf16: bool, distributed: bool) -> None:
+    def __init__(self, head: Learner, *, bf16: bool, distributed: bool, mean: str = "token") -> None:
         super().__init__()
         self.head = head
         self.bf16 = bf16
         self.distributed = distributed
-        self.trainable = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        self.mean = mean
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that learn; sharded ones where the head is sharded."""
+        return [parameter for parameter in self.head.parameters() if parameter.requires_grad]
 
     def forward(self, features: TargetFeatures | None) -> LossSums:
         sums = self._sums(features)
@@ -50,11 +57,28 @@ class Trainee(nn.Module):
         features = features.to(first.device)
         if self.bf16:
             with torch.autocast(first.device.type, dtype=torch.bfloat16):
-                sums: LossSums = self.head(features)
-            return sums
+                return self._counted(features)
         taps_TE, last_TD = features.taps_TE.to(first.dtype), features.last_TD.to(first.dtype)
-        sums = self.head(replace(features, taps_TE=taps_TE, last_TD=last_TD))
-        return sums
+        return self._counted(replace(features, taps_TE=taps_TE, last_TD=last_TD))
+
+    def _counted(self, features: TargetFeatures) -> LossSums:
+        """The head's sums; with mean="sequence" each document's own mean counts once, so they are read one by one."""
+        if self.mean == "token":
+            packed: LossSums = self.head(features)
+            return packed
+        each = [self.head(document) for document in unpack(features) if bool(document.supervised_T.any())]
+        counted = [sums.loss / sums.count for sums in each if sums.count > 0]
+        zero = self.trainable[0].new_zeros(())
+        return LossSums(
+            torch.stack(counted).sum() if counted else zero,
+            zero + len(counted),
+            {name: _summed([sums.metrics[name] for sums in each]) for name in each[0].metrics},
+        )
+
+
+def _summed(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Sums and counts of several documents as those of all."""
+    return torch.stack([total for total, _ in pairs]).sum(0), torch.stack([count for _, count in pairs]).sum(0)
 
 
 @dataclass
@@ -101,7 +125,7 @@ class StepSums:
 class GradientStep:
     """Leaves in the parameters' `.grad` the gradient of the mean loss over one global batch.
 
-    model: the trainee as accelerate wrapped it; trainable: its parameters; accumulation: micro-batches of a
+    model: the trainee as it was wrapped; trainable: its parameters; accumulation: micro-batches of a
     rank.
     """
 
@@ -152,10 +176,10 @@ class GradientStep:
         part = index * self.accelerator.num_processes + self.accelerator.process_index
         torch.manual_seed(seed_of(self.seed, step, part))
         last = index == self.accumulation - 1
-        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+        with contextlib.nullcontext() if last else without_exchange(self.model):
             sums: LossSums = self.model(features)
             if sums.loss.requires_grad:
-                self.accelerator.backward(sums.loss)
+                sums.loss.backward()
         tokens = len(features.ids_T) if features is not None else 0
         return replace(sums, loss=sums.loss.detach()), tokens
 

@@ -162,7 +162,7 @@ class FeatureStore:
         folder = Path(folder)
         manifest = read_manifest(folder, "features")
         if fetch is None and (missing := missing_files(folder, manifest)):
-            raise UserError(f"{folder} lacks {', '.join(missing)}; {_REPEAT}")
+            raise DamagedStore(f"{folder} lacks {', '.join(missing)}; {_REPEAT}", missing)
         _compare(folder, manifest["files"])
         with open(folder / DOCUMENTS, encoding="utf-8") as file:
             documents = [DocumentRef(**json.loads(line)) for line in file]
@@ -256,15 +256,39 @@ class FeatureStore:
         large: told the bytes of the shards before, when reading them takes a while.
         """
         shards = [one for one in self.manifest["shards"] if self.fetch is None or self._is_here(one["name"])]
-        if (size := sum(shard["bytes"] for shard in shards)) >= _LARGE:
-            large(size)
-        _compare(self.folder, {f"{one['name']}.safetensors": one["sha256"] for one in shards} | self.manifest["files"])
+        _check_files(self.folder, self.manifest, shards, large)
+
+
+class DamagedStore(UserError):
+    """Files of a finished store are missing or are not what was written; `files` are their names."""
+
+    def __init__(self, sentence: str, files: Sequence[str]) -> None:
+        super().__init__(sentence)
+        self.files = tuple(files)
+
+
+def verify(folder: str | Path, large: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
+    """Compare every file of a finished store with its checksum, and return its manifest; `large` as in
+    `FeatureStore.verify`. Raises DamagedStore naming each that is missing or changed, UserError without a store."""
+    folder = Path(folder)
+    manifest = read_manifest(folder, "features")
+    _check_files(folder, manifest, manifest["shards"], large)
+    return manifest
+
+
+def _check_files(
+    folder: Path, manifest: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], large: Callable[[int], None]
+) -> None:
+    if (size := sum(shard["bytes"] for shard in shards)) >= _LARGE:
+        large(size)
+    _compare(folder, {f"{one['name']}.safetensors": one["sha256"] for one in shards} | manifest["files"])
 
 
 def _compare(folder: Path, sums: Mapping[str, str]) -> None:
-    """Raises UserError naming the files of a store whose SHA-256 is another one."""
-    if bad := [name for name, sha256 in sums.items() if sha256_file(folder / name) != sha256]:
-        raise UserError(f"{folder} is damaged: {', '.join(bad)} changed after it was written; {_REPEAT}")
+    """Raises DamagedStore naming the files of a store whose SHA-256 is another one."""
+    bad = [name for name, sum_ in sums.items() if not (folder / name).is_file() or sha256_file(folder / name) != sum_]
+    if bad:
+        raise DamagedStore(f"{folder} is damaged: {', '.join(bad)} changed after it was written; {_REPEAT}", bad)
 
 
-_REPEAT = "delete what is damaged and repeat the command that made the store, which makes only that part again."
+_REPEAT = "repeat the command that made the store, which makes only that part again."

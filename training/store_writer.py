@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,8 @@ from heads.artifact import (
     UserError,
     read_json,
     read_manifest,
+    seal_holds,
+    sealed,
     sha256_file,
     write_atomic,
     write_json,
@@ -33,7 +36,19 @@ from heads.artifact import (
 )
 from heads.base import FeatureNeeds
 from training.fp8 import to_fp8
-from training.store import COUNTS, DOCUMENTS, DocumentRef, Storage, TokenCounts, missing_files, stored_needs
+from training.store import (
+    COUNTS,
+    DOCUMENTS,
+    DamagedStore,
+    DocumentRef,
+    Storage,
+    TokenCounts,
+    missing_files,
+    stored_needs,
+    verify,
+)
+
+logger = logging.getLogger(__name__)
 
 SETTINGS, ANSWERS, QUARANTINE = "settings.json", "answers.jsonl", "quarantine.jsonl"
 
@@ -91,7 +106,10 @@ def begun_with(path: Path) -> dict[str, Any]:
 def read_index(path: Path) -> dict[str, Any]:
     """The index of a shard. Raises UserError when it is damaged."""
     again = "delete it and collect again, which makes only that part again"
-    return read_json(path, "the index of a shard", again, needed=("key", "failed", "sha256", "bytes", "documents"))
+    index = read_json(path, "the index of a shard", again, needed=("key", "failed", "sha256", "bytes", "documents"))
+    if not seal_holds(index):
+        raise UserError(f"{path}, the index of a shard, is damaged: it changed after it was written; {again}.")
+    return index
 
 
 class StoreWriter:
@@ -121,12 +139,19 @@ class StoreWriter:
                     f"asked for now; choose another name= or delete {self.folder}."
                 )
 
-    def finished(self) -> dict[str, Any] | None:
-        """The manifest when the store is complete (files there, with their sizes), else None."""
+    def finished(self, *, verified: bool = False) -> dict[str, Any] | None:
+        """The manifest when the store is complete (files there, with their sizes), else None; verified: whether their
+        checksums are compared too, and a store that does not have them is none."""
         if not (self.folder / MANIFEST).is_file():
             return None
         manifest = read_manifest(self.folder, "features")
-        return None if missing_files(self.folder, manifest) else manifest
+        if missing_files(self.folder, manifest):
+            return None
+        try:
+            return verify(self.folder) if verified else manifest
+        except DamagedStore as error:
+            logger.warning("%s: damaged and made again: %s", self.folder, ", ".join(error.files))
+            return None
 
     def shard(self, name: str, key: Sequence[str]) -> dict[str, Any] | None:
         """The index of a shard that is there, whole and made from `key`; None when it must be made."""
@@ -190,9 +215,17 @@ class StoreWriter:
         failed: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         own = {"key": list(key), "failed": dict(failed or {})}
-        index = {**own, "sha256": sha256, "bytes": size, "documents": list(rows)}
+        index = sealed({**own, "sha256": sha256, "bytes": size, "documents": list(rows)})
         write_json(self.folder / f"{name}.json", index)
         return index
+
+    def index(self, name: str) -> dict[str, Any]:
+        """The index of a shard that is there. Raises UserError when it is damaged."""
+        return read_index(self.folder / f"{name}.json")
+
+    def has(self, name: str) -> bool:
+        """Whether a shard of this name is there, whole or not."""
+        return (self.folder / f"{name}.json").is_file()
 
     def finish(
         self,
@@ -204,7 +237,7 @@ class StoreWriter:
         config: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Join the indexes of all shards, count tokens and write the manifest, which is returned."""
-        indexes = {name: read_index(self.folder / f"{name}.json") for name in names}
+        indexes = {name: self.index(name) for name in names}
         rows = sorted((row for index in indexes.values() for row in index["documents"]), key=lambda row: row["id"])
         answers = [
             {key: row[key] for key in ("id", "conversation", "turn", "text", "finish_reason", "tokens")} for row in rows

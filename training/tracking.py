@@ -1,41 +1,43 @@
-"""Where the numbers of a run go: a JSONL file always, Weights & Biases on request, and the screen.
+"""Where the numbers of a run go: a JSONL file always, another service on request (training.wandb_tracker), the screen.
 
-A tracker never stops a run: whatever W&B does, training goes on and the JSONL file has the same numbers.
-It does not know what the numbers mean, nor how a run is resumed; it is told the step to continue from.
+A tracker does not know what the numbers mean, nor how a run is resumed; it is told the step to continue from.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
-import netrc
 import os
+import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
-from urllib.parse import urlsplit
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from heads.artifact import UserError
+from heads.artifact import UserError, write_json
+from training.progress import fitting
 
-METRICS = "metrics.jsonl"
-_WANDB_SECONDS = 30.0  # how long W&B may take to begin; ten times that to finish sending
-
-logger = logging.getLogger(__name__)
+METRICS, ABOUT = "metrics.jsonl", "run.json"
+_BESIDE = 30  # columns that a bar, its counters and the time left take
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is shown of an evaluation: a few numbers, a table (rows with the same keys), a page of HTML."""
+    """What is shown of an evaluation: a few numbers, a table (rows with the same keys), the report and its sample texts
+    as pages of HTML; the head's kind, its files, and facts about it that go with them."""
 
     numbers: Mapping[str, float]
     rows: Sequence[Mapping[str, Any]]
     page: str
+    samples: str
+    head: str
+    files: Sequence[Path]
+    facts: Mapping[str, Any]
 
 
 class Tracker(Protocol):
@@ -57,6 +59,13 @@ class Tracker(Protocol):
 
     def publish(self, evaluation: Evaluation, *, run_id: str | None, config: Mapping[str, Any]) -> None:
         """Add an evaluation to the run that was called `run_id`, outside open and close. None: a run of its own."""
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has needed at most so far: of the GPU's memory where it computes there."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class NullTracker:
@@ -81,7 +90,9 @@ class NullTracker:
 
 
 class JsonlTracker:
-    """One JSON object a line in `folder/metrics.jsonl`, flushed at once.
+    """One JSON object a line in `folder/metrics.jsonl`, flushed at once; `folder/run.json` says what of.
+
+    about: whatever else is known of the run (its config, command, commit and versions), as JSON values.
 
     What is not a number (a depth that nothing reached) is null. Continuing after a step removes the lines of later
     ones, so that no step stands there twice.
@@ -89,12 +100,15 @@ class JsonlTracker:
 
     run_id: str | None = None
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, about: Mapping[str, Any] | None = None) -> None:
         self.path = Path(folder) / METRICS
+        self.about = about
         self._file: TextIO | None = None
 
     def open(self, *, step: int, run_id: str | None, config: Mapping[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.about is not None:
+            write_json(self.path.parent / ABOUT, {**self.about, "identity": dict(config)})
         self.path.touch()
         os.truncate(self.path, _bytes_up_to(self.path, step))
         self._file = open(self.path, "a")
@@ -136,145 +150,6 @@ def _bytes_up_to(path: Path, step: int) -> int:
     return length
 
 
-MODES = ("online", "offline", "disabled")
-
-
-class WandbTracker:
-    """Weights & Biases, with the JSONL twin.
-
-    mode: online, offline or disabled; None asks WANDB_MODE, and without it records online when there is a
-    login and offline otherwise. It never asks for one. The first failure of W&B is warned about and ends its
-    part.
-    """
-
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        project: str = "draftsmith",
-        name: str | None = None,
-        entity: str | None = None,
-        group: str | None = None,
-        tags: Sequence[str] = (),
-        mode: str | None = None,
-    ) -> None:
-        if mode not in (None, *MODES):
-            raise UserError(f"tracking.mode={mode} is unknown; choose {', '.join(MODES)}, or null.")
-        self.folder = Path(folder)
-        self.twin = JsonlTracker(folder)
-        self._kept = self.twin.path  # where the numbers are in any case
-        self.options: dict[str, Any] = {
-            "project": project,
-            "name": name,
-            "entity": entity,
-            "group": group,
-            "tags": list(tags),
-        }
-        self.mode = mode
-        self.run_id: str | None = None
-        self._run: Any = None
-        self._first_step = 0
-
-    def open(self, *, step: int, run_id: str | None, config: Mapping[str, Any]) -> None:
-        self.twin.open(step=step, run_id=run_id, config=config)
-        self._start(run_id, config)
-
-    def _start(self, run_id: str | None, config: Mapping[str, Any]) -> None:
-        mode = self.mode or os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
-        if mode == "online" and self._begin("online", run_id, config):
-            return
-        self._begin("offline" if mode == "online" else mode, run_id, config)
-
-    def _begin(self, mode: str, run_id: str | None, config: Mapping[str, Any]) -> bool:
-        """Start or continue the W&B run; says whether that went well."""
-
-        settings = {
-            "silent": True,
-            "console": "off",
-            "mode": mode,
-            "reinit": "create_new",
-            "init_timeout": _WANDB_SECONDS,
-            "finish_timeout": 10 * _WANDB_SECONDS,
-        }
-
-        def begin() -> None:
-            import wandb  # slow, and optional at run time
-
-            self._run = wandb.init(
-                **self.options,
-                dir=self.folder,
-                id=run_id,
-                resume="allow",
-                config=dict(config),
-                settings=settings,
-            )
-            self.run_id = self._run.id
-            # A continued online run already has the steps between the checkpoint and the crash.
-            self._first_step = self._run.step
-
-        if not self._try(begin, "could not begin" if mode != "online" else "could not begin online, trying offline"):
-            return False
-        where = self._run.url if mode == "online" else f"{self._run.dir}; `wandb sync` sends it later"
-        logger.info("W&B records %s: %s", mode, where)
-        return True
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self.twin.log(step, numbers)
-        if self._run is not None and step >= self._first_step:
-            self._try(lambda: self._run.log(dict(numbers), step=step), "failed")
-
-    def sync(self) -> None:
-        self.twin.sync()
-
-    def close(self, *, finished: bool) -> None:
-        self.twin.close(finished=finished)
-        if self._run is not None:
-            self._try(lambda: self._run.finish(exit_code=0 if finished else 1), "could not finish")
-            self._run = None
-
-    def publish(self, evaluation: Evaluation, *, run_id: str | None, config: Mapping[str, Any]) -> None:
-        self._kept = self.folder
-        self._start(run_id, config)
-        if self._run is not None and self._try(lambda: self._send(evaluation), "failed"):
-            self._try(lambda: self._run.finish(exit_code=0), "could not finish")
-            self._run = None
-
-    def _send(self, evaluation: Evaluation) -> None:
-        import wandb
-
-        rows = evaluation.rows
-        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        self._run.log({"report/results": table, "report/page": wandb.Html(evaluation.page, inject=False)})
-        self._run.summary.update({f"report/{name}": value for name, value in evaluation.numbers.items()})
-
-    def _try(self, action: Callable[[], object], what: str) -> bool:
-        """Do something with W&B; a failure is warned about and drops the run."""
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - whatever an optional service raises must not stop a run
-            logger.warning("W&B %s (%s: %s); the numbers are in %s.", what, type(error).__name__, error, self._kept)
-            self._run = None
-            return False
-        return True
-
-
-def _logged_in() -> bool:
-    """Whether W&B will find credentials without asking: an environment variable or a line in the netrc
-    file.
-    """
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    candidates = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
-    for path in (Path(name).expanduser() for name in candidates if name):
-        try:
-            if netrc.netrc(path).authenticators(host):
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
-
-
 class Display(Protocol):
     """Shows how far a run is."""
 
@@ -303,13 +178,14 @@ class BarDisplay:
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(compact=True),
-            console=Console(file=stream),
+            console=(console := Console(file=stream)),
         )
+        self._room = console.width - _BESIDE
         self._task = self._bar.add_task("train", total=total, completed=start, numbers="")
         self._bar.start()
 
     def update(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._bar.update(self._task, completed=step, numbers=_phrase(numbers))
+        self._bar.update(self._task, completed=step, numbers=fitting(_parts(numbers), self._room))
 
     def close(self) -> None:
         self._bar.stop()
@@ -341,6 +217,10 @@ def open_display(stream: TextIO, total: int, start: int, every: int) -> Display:
 
 
 def _phrase(numbers: Mapping[str, float]) -> str:
+    return "  ".join(_parts(numbers))
+
+
+def _parts(numbers: Mapping[str, float]) -> list[str]:
     """Loss, acceptance by depth and speed, as far as they are known."""
     parts = [f"loss {numbers['loss']:.4f}"] if "loss" in numbers else []
     by_depth = [value for name, value in numbers.items() if name.startswith("acceptance/")]
@@ -349,4 +229,4 @@ def _phrase(numbers: Mapping[str, float]) -> str:
         parts.append("acceptance " + " ".join(f"{value:.2f}" for value in acceptance))
     if "tokens_per_second" in numbers:
         parts.append(f"{numbers['tokens_per_second']:.0f} tokens/s")
-    return "  ".join(parts)
+    return parts

@@ -1,9 +1,9 @@
 """Traffic: conversations, split for ever into train and held-out, and the folder that keeps them.
 
-A conversation is a list of turns. A turn holds the messages that stand before one answer of the assistant
-(system, user and tool messages); the answers are not kept, because the target writes every one of them anew,
-in order, each after its own earlier answers. The module knows neither file formats (`training.readers`) nor
-tokenizers: limits in tokens come later, when the target's template is known.
+A conversation is a list of turns. A turn holds the messages that stand before one answer of the assistant (system, user
+and tool messages); the answers are kept only where they are to be learnt from as they were logged, since otherwise the
+target writes every one of them anew, in order, each after its own earlier answers. The module knows neither file
+formats (`training.readers`) nor tokenizers: limits in tokens come later, when the target's template is known.
 
 The split hashes the text of the first user message with SHA-256, so copies of a conversation, and logs that
 repeat it with one more turn each time, stay on one side. The hash must never change: `tests/test_traffic.py`
@@ -23,6 +23,7 @@ from typing import Any
 from heads.artifact import MANIFEST, UserError, read_manifest, sha256_file, write_atomic, write_manifest
 
 Message = dict[str, Any]
+REGENERATE, LOGGED = "regenerate", "logged"  # where answers come from
 _TRAIN, _HELD_OUT, _QUARANTINE = "train.jsonl", "held_out.jsonl", "quarantine.jsonl"
 
 
@@ -30,12 +31,13 @@ _TRAIN, _HELD_OUT, _QUARANTINE = "train.jsonl", "held_out.jsonl", "quarantine.js
 class Conversation:
     """One conversation: turns[w] are the messages that come before the assistant's answer number w; tools are the JSON
     schemas of what the assistant may call. A turn that brings the results of logged calls begins with the logged
-    answer that called."""
+    answer that called. logged: all messages with the logged answers, where these are wanted."""
 
     id: str
     slice: str
     turns: tuple[tuple[Message, ...], ...]
     tools: tuple[dict[str, Any], ...] = ()
+    logged: tuple[Message, ...] = ()
 
     def messages(self, answers: Sequence[str] = ()) -> list[Message]:
         """The prompt of the next answer, given all answers so far; where a turn brings a logged answer of its own, that
@@ -61,12 +63,14 @@ class Conversation:
     def from_row(row: Mapping[str, Any]) -> Conversation:
         """What `to_row` wrote."""
         turns = tuple(tuple(turn) for turn in row["turns"])
-        return Conversation(row["id"], row["slice"], turns, tuple(row.get("tools", ())))
+        more = (tuple(row.get(name, ())) for name in ("tools", "messages"))
+        return Conversation(row["id"], row["slice"], turns, *more)
 
     def to_row(self) -> dict[str, Any]:
         """The row that `train.jsonl` and `held_out.jsonl` hold; the JSONL reader takes it too."""
         row = {"id": self.id, "slice": self.slice, "turns": [list(turn) for turn in self.turns]}
-        return row | ({"tools": list(self.tools)} if self.tools else {})
+        more = {"tools": list(self.tools), "messages": list(self.logged)}
+        return row | {name: value for name, value in more.items() if value}
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ class Layout(ABC):
     """title: as sentences name it; reader: who reads it; head: the class path of the heads it takes; method: the
     reader's own word for it; lends: whether tensors of the target are written too, so that the head must be attached
     to it; whole_vocabulary: whether the reader drafts from all of it; file: of the weights; dtype_key: under which the
-    configuration says the number format."""
+    configuration says the number format; inside: how the names of the head's weights begin in the checkpoint of a whole
+    model, None where there is no such thing."""
 
     title: str
     reader = "vLLM"
@@ -88,6 +89,7 @@ class Layout(ABC):
     whole_vocabulary = True
     file = TENSORS
     dtype_key = "dtype"
+    inside: str | None = None
 
     @abstractmethod
     def fits(self, config: Mapping[str, Any]) -> bool:
@@ -179,7 +181,7 @@ class Layout(ABC):
     ) -> tuple[dict[str, Any], DraftVocabulary, dict[str, Tensor]]:
         """Constructor arguments, draft vocabulary and weights; own: the arguments that our own export remembers, which
         the configuration must not contradict."""
-        tensors = {self.plain_name(name): tensor for name, tensor in read_tensors(folder).items()}
+        tensors = {self.plain_name(name): tensor for name, tensor in read_tensors(folder, self.inside).items()}
         completed = self.completed(config, of_target)
         vocab = self.taken(tensors, completed, of_target)
         found = self.arguments(completed, of_target)

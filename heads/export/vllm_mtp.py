@@ -18,6 +18,7 @@ from heads.export.layout import Layout, OfTarget, block_names, llama_sizes, size
 from heads.vocab import DraftVocabulary
 
 _BIAS = "model.mtp_layers.0.self_attn.{}_proj.bias"
+_BIASED = "biases that are not zero"  # not a key of a configuration: what the weights say
 _ERNIE, _MIMO = ["Ernie4_5_MoeForCausalLM"], ["MiMoForCausalLM"]
 
 
@@ -25,6 +26,7 @@ class MTPLayout(Layout):
     """One module, which the server applies K times."""
 
     title, head, method = "MTP", "heads.mtp.MTPHead", "mtp"
+    inside = "model.mtp_layers."
 
     def fits(self, config: Mapping[str, Any]) -> bool:
         return config.get("architectures") in (_ERNIE, _MIMO)
@@ -40,6 +42,8 @@ class MTPLayout(Layout):
             parts = {"embed_norm": "mtp_emb_norm", "hidden_norm": "mtp_hidden_norm", "proj": "mtp_linear_proj"}
             own = {f"{ours}.weight": f"model.{theirs}.0.weight" for ours, theirs in parts.items()}
             own["input_layernorm.weight"] = f"{place}input_layernorm.weight"
+        if arguments.get("qkv_bias"):
+            own |= {f"layer.self_attn.{name}_proj.bias": _BIAS.format(name) for name in "qkv"}
         return {**own, **block_names("layer.", place)}
 
     def settings(self, arguments: Mapping[str, Any], vocab: DraftVocabulary, target_path: str) -> dict[str, Any]:
@@ -64,7 +68,8 @@ class MTPLayout(Layout):
         return llama_sizes(config)
 
     def arguments(self, config: Mapping[str, Any], of_target: OfTarget) -> dict[str, Any]:
-        return {"sizes": sizes_of(config, of_target), "final_norm": config["architectures"] == _MIMO}
+        biased = {"qkv_bias": True} if config.get(_BIASED) else {}
+        return {"sizes": sizes_of(config, of_target), "final_norm": config["architectures"] == _MIMO, **biased}
 
     def turned(self, name: str, tensor: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """MiMo's projection reads the hidden state first, ours and ERNIE's the embedding."""
@@ -74,16 +79,17 @@ class MTPLayout(Layout):
         return torch.cat([second, first], dim=1)
 
     def added(self, head: DraftHead) -> dict[str, Tensor]:
-        """MiMo's block has biases, which this head has not: zeros."""
-        if not head.arguments["final_norm"]:
+        """MiMo's block has biases: zeros where this head has none."""
+        if not head.arguments["final_norm"] or head.arguments.get("qkv_bias"):
             return {}
         state = head.state_dict()
         return {_BIAS.format(name): torch.zeros(len(state[f"layer.self_attn.{name}_proj.weight"])) for name in "qkv"}
 
     def taken(self, tensors: dict[str, Tensor], config: dict[str, Any], of_target: OfTarget) -> DraftVocabulary:
-        for name in (_BIAS.format(name) for name in "qkv"):
-            if name in tensors and tensors.pop(name).any():
-                raise UserError(f"The weight {name} is a bias that this kind of head has no place for.")
+        biases = [name for name in (_BIAS.format(name) for name in "qkv") if name in tensors]
+        config[_BIASED] = any(bool(tensors[name].any()) for name in biases)
+        for name in biases if not config[_BIASED] else ():
+            del tensors[name]
         return super().taken(tensors, config, of_target)
 
     def target_overrides(self, arguments: Mapping[str, Any]) -> dict[str, Any]:

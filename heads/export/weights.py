@@ -10,6 +10,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -21,6 +22,7 @@ from heads.artifact import UserError
 
 TENSORS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, MEDUSA = "pytorch_model.bin", "medusa_lm_head.pt"
+_LAYERS = "model.layers."
 LARGEST = 5 * 10**9  # bytes of one file, as everywhere on the Hub
 # Where weights are looked for, in this order.
 NAMES = (INDEX, TENSORS, "medusa_lm_head.safetensors", PICKLED, MEDUSA)
@@ -42,21 +44,30 @@ def to_files(tensors: dict[str, Tensor], name: str, *, largest: int = LARGEST) -
         yield INDEX, json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2).encode()
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The weights of a folder. Raises UserError when they are not there or not whole."""
+def read_tensors(folder: Path, inside: str | None = None) -> dict[str, Tensor]:
+    """The weights of a folder; of the checkpoint of a whole model, which has layers, only those that begin with
+    `inside`. Raises UserError when they are not there or not whole."""
     found = [name for name in NAMES if (folder / name).is_file()]
     if not found:
         raise UserError(f"{folder} holds no weights (none of {', '.join(NAMES)}); give a folder in a server's layout.")
     if found[0] != INDEX:
-        return _read(folder / found[0])
-    index = json.loads((folder / INDEX).read_text())["weight_map"]
+        return _within(_read(folder / found[0]), inside)
+    whole = json.loads((folder / INDEX).read_text())["weight_map"]
+    index = _within(whole, inside)
     tensors: dict[str, Tensor] = {}
     for part in sorted(set(index.values())):
-        tensors |= _read(folder / part)
+        tensors |= {name: tensor for name, tensor in _read(folder / part).items() if name in index or name not in whole}
     if tensors.keys() != index.keys():
         odd = min(tensors.keys() ^ index.keys())
         raise UserError(f"The parts of {folder} and their index differ in {odd}; download or export it again.")
     return tensors
+
+
+def _within(named: dict[str, Any], inside: str | None) -> dict[str, Any]:
+    """What begins with `inside`, if layers of a whole model are there too."""
+    if inside is None or not any(name.startswith(_LAYERS) for name in named):
+        return named
+    return {name: value for name, value in named.items() if name.startswith(inside)}
 
 
 def _read(path: Path) -> dict[str, Tensor]:

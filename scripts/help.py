@@ -1,0 +1,131 @@
+"""`--help` of every script, out of what is there: its docstring, the comments of conf/, and the exit codes.
+
+Also `--version`, and the settings whose names are nearest to a misspelt one. Composes nothing but for the last.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from omegaconf import OmegaConf
+
+WIDTH = 80
+EXIT_CODES = {
+    0: "done; what was finished before is used as it is",
+    1: "a check did not pass (doctor, prove, serve_check), or a fault of ours with its traceback",
+    2: "refused: one sentence on stderr says what was given, what is allowed, what to type",
+    130: "stopped by Ctrl-C (143: by SIGTERM); the same command goes on from there",
+}
+_OTHERS = "Also: --multirun (a,b for each value), --cfg job (all values as they are), --version."
+_SENTENCE = re.compile(r"(?<=[.:])\s")
+
+
+def answer(main: Callable[..., Any], config: str) -> bool:
+    """Print the help or the version when the command line asks for one; whether it did."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(page(main, config))
+    elif "--version" in sys.argv[1:]:
+        print(version())
+    else:
+        return False
+    return True
+
+
+def version() -> str:
+    """The line that tells two installations apart: what every manifest keeps under `provenance`."""
+    from heads.artifact import provenance
+
+    facts = provenance()
+    state = {None: "no repository", True: "with changes", False: "clean"}[facts["dirty"]]
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    return f"draftsmith at {(facts['commit'] or 'unknown')[:12]} ({state}); {versions}"
+
+
+def page(main: Callable[..., Any], config: str) -> str:
+    """The whole help of a script: purpose, examples, groups with their choices, settings, exit codes."""
+    module = inspect.getmodule(main)
+    assert module is not None and module.__doc__ is not None
+    told, _, rest = inspect.cleandoc(module.__doc__).partition("\n\n")
+    name = module.__file__.rpartition("/")[2].removesuffix(".py") if module.__file__ else ""
+    lines = [line.strip() for line in rest.splitlines()]
+    examples = [line for line in lines if line.startswith(("python -m", "accelerate launch"))]
+    codes = [_wrapped(f"{code:<5}{meaning}", 7) for code, meaning in EXIT_CODES.items()]
+    parts = [
+        _wrapped(" ".join(told.split()), 0, first=0),
+        f"Usage: python -m scripts.{name} [group=choice …] [group.key=value …]",
+        "Examples:\n" + "\n".join(f"  {line}" for line in examples),
+        "Choices, * the usual one:\n" + "\n".join(_groups(config)),
+        "Settings, overridden as key=value; those of a choice are in conf/<group>/<choice>.yaml:",
+        *(_settings(root) for root in dict.fromkeys((config, "config"))),
+        "Exit codes:\n" + "\n".join(codes),
+        _OTHERS,
+    ]
+    return "\n\n".join(parts)
+
+
+def _groups(config: str) -> Iterator[str]:
+    """Every group with its choices and a line of each."""
+    usual = set(re.findall(r"^  - (\w+: \[?\w+)", _text("config") + _text(config), re.MULTILINE))
+    # accelerate/ holds files for `accelerate launch --config_file`, not choices.
+    folders = [one for one in files("conf").iterdir() if one.is_dir() and one.name != "accelerate"]
+    for folder in sorted(folders, key=lambda one: one.name):
+        choices = sorted(one.name for one in folder.iterdir() if one.name.endswith(".yaml"))
+        if not choices or (folder.name == "bench" and config != "bench"):
+            continue
+        yield f"  {folder.name}"
+        for file in choices:
+            choice = file.removesuffix(".yaml")
+            mark = "*" if {f"{folder.name}: {choice}", f"{folder.name}: [{choice}"} & usual else " "
+            yield f"  {mark} {choice:<17}{_about(folder / file)}"
+
+
+def _about(file: Traversable) -> str:
+    """The first sentence of a config file's comment, without its commands."""
+    comments = [line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#")]
+    words = [line for line in comments if not line.startswith(("@package", "python -m", "Then:", "Use:"))]
+    first = _SENTENCE.split(" ".join(words).removeprefix("What: "))[0].rstrip(".:; ")
+    return textwrap.shorten(first, WIDTH - 21, placeholder=" …")
+
+
+def _settings(root: str) -> str:
+    """A root config as it is written, without what only Hydra reads."""
+    kept = re.sub(r"^(defaults|hydra):\n( +.*\n|\n)*", "", _text(root), flags=re.MULTILINE)
+    body = "\n".join(line for line in kept.splitlines() if not line.startswith("#")).strip()
+    return textwrap.indent(body or "(those of the choices)", "  ")
+
+
+def _text(root: str) -> str:
+    return (files("conf") / f"{root}.yaml").read_text() + "\n"
+
+
+def _wrapped(text: str, indent: int, *, first: int = 2) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=" " * first, subsequent_indent=" " * indent)
+
+
+def nearest(key: str, config: str) -> list[str]:
+    """The settings and groups whose names are most like a misspelt one, at most three."""
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("conf", version_base="1.3"):
+        composed = OmegaConf.to_container(compose(config), resolve=False)
+    known = [*names(composed), "experiment", "rival"]
+    last = {name.rpartition(".")[2]: name for name in reversed(known)}
+    found = difflib.get_close_matches(key, known, n=3, cutoff=0.8)
+    found += [last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], last, n=2, cutoff=0.8)]
+    return list(dict.fromkeys(found))[:3]
+
+
+def names(values: Any, before: str = "") -> Iterator[str]:
+    """Every setting by its dotted name."""
+    for name, value in values.items():
+        yield f"{before}{name}"
+        if isinstance(value, dict):
+            yield from names(value, f"{before}{name}.")
