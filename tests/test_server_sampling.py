@@ -125,6 +125,29 @@ def test_the_law_holds_for_a_server_that_samples_rightly_and_the_control_is_noti
     assert len(list(check_law(server, tmp_path / "export", [5, 6], target, law, **options))) == 2
 
 
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_server_that_fails_is_noticed_as_the_control_and_else_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mended: bool
+) -> None:
+    target, law = load_tiny(tmp_path), ServedLaw(texts=1000, temperature=0.7, top_k=4, tokens=3)
+
+    def traces(server: Server, requests: Any, samplings: Any) -> list[RequestTrace]:
+        if server.draft is not None and server.mended == mended:
+            raise UserError("vLLM ended with code 1")
+        how = DecodeSettings(gamma=0, sampling=samplings[0], max_new_tokens=law.tokens, rows=500)
+        return decode(target, requests, None, how)
+
+    answering(monkeypatch, traces)
+    options: dict[str, Any] = {"gamma": 3, "control": True, "folder": tmp_path}
+    asked = check_law(Server("py", "t", "float32"), tmp_path / "export", [3, 4, 5], target, law, **options)
+    if mended:
+        with pytest.raises(UserError, match="code 1"):
+            list(asked)
+    else:
+        found = list(asked)
+        assert found[2].passed and "it fails, see" in found[2].found
+
+
 def test_a_broken_law_fails_and_a_control_that_holds_is_missed() -> None:
     law = ServedLaw(texts=1000)
     good, bad = Fit("x", 1000, 0.3, 9, 0.01, 0), Fit("x", 1000, 1e-9, 9, 0.5, 3)
