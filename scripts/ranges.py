@@ -76,6 +76,11 @@ def check_head(cfg: DictConfig, made: Any) -> None:
             f"A draft vocabulary of {wanted} is not between 1 and the target's; set head.draft_vocab_size=8192, or "
             f"null for all of it."
         )
+    taps = made.keywords.get("taps")
+    if taps is not None and (list(taps) != sorted(set(taps)) or any(tap < 0 for tap in taps)):
+        raise UserError(
+            f"head.taps={list(taps)} must be ascending, distinct and ≥ 0; set head.taps=[…] (and collect.taps=[…])."
+        )
     if made.func.sizes_of.__func__ is not DraftHead.sizes_of.__func__:  # made of its target's own config
         told = made.keywords
         if told["depth"] < 1:

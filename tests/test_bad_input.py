@@ -241,8 +241,8 @@ def test_a_run_that_goes_on_with_other_settings(refuse: Refuse, copied: e2e.Plac
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("head.taps=[3,3,6]", "must be ascending, distinct and between 0 and 7"),
-        ("head.taps=[6,3,1]", "must be ascending, distinct and between 0 and 7"),
+        ("head.taps=[3,3,6]", "head.taps=[3, 3, 6] must be ascending, distinct and ≥ 0"),
+        ("head.taps=[6,3,1]", "head.taps=[6, 3, 1] must be ascending, distinct and ≥ 0"),
         ("head.taps=[1,3,8]", "must be ascending, distinct and between 0 and 7"),
         ("head.depth=0", "head.depth=0 trains nothing; give at least 1"),
         ("head.draft_vocab_size=97", "A draft vocabulary of 97 is not between 1 (special tokens) and 96"),

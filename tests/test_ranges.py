@@ -70,7 +70,7 @@ def test_what_is_allowed_goes_through() -> None:
 
 
 def test_what_only_the_target_tells() -> None:
-    target: Any = SimpleNamespace(max_length=64, num_layers=8)
+    target: Any = SimpleNamespace(max_length=64, num_layers=8, check_decodes=lambda: None)
     early = [RIVALS, "rivals.early_exit.exit_layer=8"]
     with pytest.raises(UserError, match="exit_layer=8 must be below the 8 layers"):
         check_target(e2e.config("eval.max_new_tokens=63", *early), target)
@@ -144,7 +144,7 @@ def test_a_run_dir_that_nobody_can_make(tmp_path: Path, capsys: pytest.CaptureFi
         ("decode", "bench.gammas=[]", "bench.gammas=[] is not possible"),
         ("decode", "bench.gammas=3", "bench.gammas=3 is of the wrong type"),
         ("decode", "bench.requests=0", "bench.requests=0 is not possible; give bench.requests a whole number ≥ 1"),
-        ("decode", "bench.kind=foo", "bench.kind=foo is unknown; choose one of train, decode, peers, cost, prediction"),
+        ("decode", "bench.kind=foo", "bench.kind=foo is unknown; choose one of train, decode, peers, collect, cost, prediction"),
         ("decode", "bench.kind=null", "bench.kind=None is of the wrong type"),
         ("train", "bench.documents=0", "bench.documents=0 is not possible"),
         ("train", "bench.length=long", "bench.length='long' is of the wrong type"),

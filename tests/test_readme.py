@@ -88,12 +88,15 @@ SMALL = {
 }
 OF_DEMO = {"traffic.code": "10", "traffic.chat": "6", "traffic.tools": "10"}
 OF_SCRIPT = {
-    "bench": {"bench.batches": "[1,2]", "bench.contexts": "[16,32]", "bench.gammas": "[1,4]", "bench.repeats": "2"},
     "doctor": {"doctor.answer_tokens": "4"},
     "prove": {
         **{"prove.dtypes": "[float32]", "prove.requests": "2", "prove.max_new_tokens": "6", "prove.samples": "2000"},
         **{"prove.prefixes": "1", "prove.copies": "40"},
     },
+}
+OF_WORD = {  # of a command that has such a word
+    "bench=cost": {"bench.batches": "[1,2]", "bench.contexts": "[16]", "bench.gammas": "[1,4]", "bench.repeats": "3"},
+    "bench=peers": {"bench.requests": "2", "bench.draft_layers": "2"},
 }
 ENDS = {"damage=wrong_q": 1}  # what a command says of its exit code; 0 for all others
 
@@ -111,7 +114,10 @@ def stand_ins(script: str, words: Sequence[str]) -> list[str]:
     small = SMALL | OF_SCRIPT.get(script, {})
     if not any(word.startswith(("traffic=", "traffic.path=")) for word in words):
         small |= OF_DEMO
-    if not any(name in word for word in words for name in ("medusa", "hydra_mlp")) or "experiment=compare" in words:
+    for word in set(words) & OF_WORD.keys():
+        small |= OF_WORD[word]
+    whole = any(name in word for word in words for name in ("medusa", "hydra_mlp"))  # which vLLM drafts with
+    if not whole or any(word.startswith("experiment=") for word in words):
         small |= {"head.draft_vocab_size": "64"}
     if "experiment=compare" in words:
         small |= {"collect.taps": "[2,4,5]"}

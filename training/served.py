@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,6 +51,11 @@ class ServerSettings:
     tries: int = 6
     timeout: float = 600.0
     pause: float = 0.5
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """What may be left out, with its usual value."""
+        return {one.name: one.default for one in fields(cls) if one.default is not MISSING}
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "tries"):
