@@ -71,6 +71,7 @@ def collect(
     with peers.step():
         needs.check(target.num_layers)
         needs = FeatureNeeds(last=False) if storage.states == "online" else wider_needs(folder, needs)
+        storage.check(needs)
         target.render([{"role": "user", "content": "?"}])  # without a chat template nothing can be asked
         source: RequestSource
         if answers == LOGGED:

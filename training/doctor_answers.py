@@ -30,7 +30,7 @@ _BATCH = 8  # prompts that are answered together, or more where more are shown
 _SIZES = (4096, 8192, 16384, 32768)
 _DISK = {
     STORED: "positions · ((taps + last) · width · bytes + 9)",
-    Storage(dtype="fp8"): "positions · ((taps + last) · (width + 4) + 9): states in FP8 (collect.dtype=fp8)",
+    Storage(dtype="fp8"): "positions · (taps · (width + 4) + last · width · bytes + 9): taps in FP8 (collect.dtype=fp8)",
     Storage(states="online"): "positions · 5: states are computed in training (collect.states=online)",
 }
 _ENOUGH = 0.98  # share of the tokens that a draft vocabulary should cover
@@ -283,6 +283,10 @@ def look_at_cost(
         ),
     )
     found: list[Finding] = []
+    try:
+        storage.check(chosen.needs)
+    except UserError as error:
+        found.append(Finding(True, str(error)))
     if not (planned := estimate(sizes, chosen, work, gpu, storage)).fits:
         found.append(
             Finding(

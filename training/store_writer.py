@@ -294,12 +294,11 @@ def _tensors(documents: Sequence[Document], settings: Mapping[str, Any]) -> dict
         tensors["lse"] = torch.cat(lse).to(torch.float32)
     taps = [document.taps_TE for document in documents if document.taps_TE is not None]
     last = [document.last_TD for document in documents if document.last_TD is not None]
-    for name, states, count in (("taps", taps, len(stored_needs(settings).taps)), ("last", last, 1)):
-        if not states:
-            continue
-        tensors[name] = torch.cat(states).contiguous()
-        if Storage.of(settings).dtype == "fp8":
-            tensors[name], tensors[f"{name}_scale"] = to_fp8(tensors[name], count)
+    for name, states in (("taps", taps), ("last", last)):
+        if states:
+            tensors[name] = torch.cat(states).contiguous()
+    if "taps" in tensors and Storage.of(settings).dtype == "fp8":
+        tensors["taps"], tensors["taps_scale"] = to_fp8(tensors["taps"], len(stored_needs(settings).taps))
     return tensors
 
 
