@@ -203,6 +203,7 @@ def collected(place: e2e.Place) -> Seen:
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     return {
         "texts": [row["text"] for row in answers],
+        "documents": len(answers),
         "longest": max(row["tokens"] for row in answers),
         "shards": len(e2e.manifest(place, "features")["shards"]),
         "refused": len((folder / "quarantine.jsonl").read_text().splitlines()),
@@ -213,6 +214,7 @@ GENERATION: dict[str, tuple[list[str], list[str], str]] = {
     # setting: (of the one run, of the other, what differs)
     "temperature": ([], ["generation.temperature=1.0"], "texts"),
     "top_p": (["generation.temperature=1.0"], ["generation.temperature=1.0", "generation.top_p=0.1"], "texts"),
+    "answers": (["generation.temperature=1.0"], ["generation.temperature=1.0", "generation.answers=2"], "documents"),
     "max_new_tokens": ([], ["generation.max_new_tokens=4"], "longest"),
     "max_prompt_tokens": ([], ["generation.max_prompt_tokens=9"], "refused"),
     "batch_size": ([], ["generation.batch_size=3"], "shards"),

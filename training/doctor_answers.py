@@ -30,7 +30,9 @@ _BATCH = 8  # prompts that are answered together, or more where more are shown
 _SIZES = (4096, 8192, 16384, 32768)
 _DISK = {
     STORED: "positions · ((taps + last) · width · bytes + 9)",
-    Storage(dtype="fp8"): "positions · (taps · (width + 4) + last · width · bytes + 9): taps in FP8 (collect.dtype=fp8)",
+    Storage(
+        dtype="fp8"
+    ): "positions · (taps · (width + 4) + last · width · bytes + 9): taps in FP8 (collect.dtype=fp8)",
     Storage(states="online"): "positions · 5: states are computed in training (collect.states=online)",
 }
 _ENOUGH = 0.98  # share of the tokens that a draft vocabulary should cover
@@ -209,13 +211,14 @@ def workload(
     asked = sum(min(len(ids) + turn * answer, generation.max_prompt_tokens) for _, turn, ids in prompts.fitting)
     factor = conversations / max(1, prompts.conversations)
     work = Workload(
-        prompt_tokens=round(asked * factor),
-        answer_tokens=round(len(prompts.fitting) * answer * factor),
+        prompt_tokens=round(asked * factor * generation.answers),
+        answer_tokens=round(len(prompts.fitting) * answer * factor * generation.answers),
         epochs=training.epochs,
         batch_positions=generation.batch_size * (generation.max_prompt_tokens + generation.max_new_tokens),
         step_positions=-(-training.global_batch_tokens // training.accumulation),
     )
-    return work, f"{conversations:,} conversations, {how}"
+    several = f", {generation.answers} to each turn" if generation.answers > 1 else ""
+    return work, f"{conversations:,} conversations, {how}{several}"
 
 
 def look_at_cost(

@@ -24,7 +24,7 @@ class Logged:
 
     label = "collect"
     remedy = "set collect.answers=regenerate, raise generation.max_prompt_tokens, or choose another traffic="
-    waves = 1
+    waves, answers = 1, 1
 
     def __init__(
         self,

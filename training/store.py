@@ -1,7 +1,7 @@
 """The feature store: documents with the target's states at every position, in checksummed safetensors shards.
 
-A document is one assistant turn as a server would see it: the rendered prompt and the generated tokens. A
-shard is `shard-00000.safetensors` (tensors of all its documents one after the other) with `shard-00000.json`
+A document is one assistant turn as a server would see it: the rendered prompt and the generated tokens; its id is
+conversation#turn, with .answer where a turn has several. A shard is `shard-00000.safetensors` (tensors of all its documents one after the other) with `shard-00000.json`
 (what lies where, the answers' texts, the checksum). Each file is written whole or not at all, the index after
 its tensors, so whatever is there after a crash is either complete or is made again. `manifest.json` comes
 last. Per position a shard holds
@@ -102,6 +102,11 @@ class TokenCounts(NamedTuple):
 
     supervised_V: Tensor
     prompt_V: Tensor
+
+
+def document_id(conversation: str, turn: int, answer: int | None) -> str:
+    """The id of a turn's document, or of one of them where the turn has several answers."""
+    return f"{conversation}#{turn}" + ("" if answer is None else f".{answer}")
 
 
 def estimate_bytes(

@@ -43,6 +43,7 @@ from training.store import (
     DocumentRef,
     Storage,
     TokenCounts,
+    document_id,
     missing_files,
     stored_needs,
     verify,
@@ -57,7 +58,7 @@ SETTINGS, ANSWERS, QUARANTINE = "settings.json", "answers.jsonl", "quarantine.js
 class Document:
     """One document on its way into the store. Tokens from `answer_start` on were generated.
 
-    taps_TE, last_TD and lse_T are None where the store does not need them.
+    taps_TE, last_TD and lse_T are None where the store does not need them; answer where it is the turn's only one.
     """
 
     conversation: str
@@ -70,6 +71,7 @@ class Document:
     taps_TE: Tensor | None
     last_TD: Tensor | None
     lse_T: Tensor | None
+    answer: int | None = None
 
 
 def wider_needs(folder: str | Path, needs: FeatureNeeds) -> FeatureNeeds:
@@ -130,7 +132,8 @@ class StoreWriter:
             write_json(path, self.settings)
 
     def _compare(self, found: dict[str, Any]) -> None:
-        usual = flat({"collect": asdict(Storage())})  # of a folder that was begun before there was a choice
+        # Of a folder that was begun before there was a choice.
+        usual = flat({"collect": asdict(Storage()), "generation": {"answers": 1}})
         before, now = usual | flat(found), usual | flat(self.settings)
         for key in [*now, *before]:
             if key != "target.name" and before.get(key) != now.get(key):
@@ -308,7 +311,7 @@ def _rows(name: str, documents: Sequence[Document]) -> list[dict[str, Any]]:
     for document in documents:
         length = len(document.ids_T)
         ref = DocumentRef(
-            id=f"{document.conversation}#{document.turn}",
+            id=document_id(document.conversation, document.turn, document.answer),
             conversation=document.conversation,
             slice=document.slice,
             turn=document.turn,
