@@ -72,7 +72,12 @@ def collect(
         needs.check(target.num_layers)
         needs = FeatureNeeds(last=False) if storage.states == "online" else wider_needs(folder, needs)
         storage.check(needs)
-        target.render([{"role": "user", "content": "?"}])  # without a chat template nothing can be asked
+        if any(conversation.ids for conversation in conversations) and answers != LOGGED:
+            raise UserError(
+                "Some of the traffic is token ids, which the target cannot answer anew; set collect.answers=logged."
+            )
+        if not all(conversation.ids for conversation in conversations):
+            target.render([{"role": "user", "content": "?"}])  # without a chat template nothing can be asked
         source: RequestSource
         if answers == LOGGED:
             source = Logged(target, conversations, generation=generation, taps=needs.taps)

@@ -65,7 +65,8 @@ class Refusal:
 class RequestSource(Protocol):
     """Requests in waves; wave w may need the answers of the waves before it.
 
-    turns: of each conversation; answers: to each turn; label: what is done, for the progress; remedy: what to change when nothing is left.
+    turns: of each conversation; answers: to each turn; label: what is done, for the progress; remedy: what to change
+    when nothing is left.
     """
 
     @property
@@ -150,8 +151,8 @@ class Written:
         return requests, refused
 
     def failed(self, request: Request, reason: str) -> Refusal:
-        """The later turns are lost too, as they would follow an answer that there is not; no turn is lost with a further
-        answer to one."""
+        """The later turns are lost too, as they would follow an answer that there is not; none is with a turn's further
+        answers."""
         later = len(request.conversation.turns) - request.turn
         return Refusal(request, reason, turns_lost=0 if request.answer else later)
 

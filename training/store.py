@@ -1,10 +1,10 @@
 """The feature store: documents with the target's states at every position, in checksummed safetensors shards.
 
 A document is one assistant turn as a server would see it: the rendered prompt and the generated tokens; its id is
-conversation#turn, with .answer where a turn has several. A shard is `shard-00000.safetensors` (tensors of all its documents one after the other) with `shard-00000.json`
-(what lies where, the answers' texts, the checksum). Each file is written whole or not at all, the index after
-its tensors, so whatever is there after a crash is either complete or is made again. `manifest.json` comes
-last. Per position a shard holds
+conversation#turn, with .answer behind it where the turn has several. A shard is `shard-00000.safetensors` (tensors of
+all its documents one after the other) with `shard-00000.json` (what lies where, the answers' texts, the checksum). Each
+file is written whole or not at all, the index after its tensors, so whatever is there after a crash is either complete
+or is made again. `manifest.json` comes last. Per position a shard holds
     ids int32, supervised uint8, taps [T, E], last [T, D] (the target's dtype), lse float32,
 where the last position of a document has zeros for states: nothing is predicted from it. With `Storage.dtype="fp8"`
 the taps are FP8, with scales taps_scale [T, taps]; the last state never is, as the target's distribution is made of it.
@@ -66,8 +66,8 @@ class Storage:
         """Raises UserError when there is nothing that the dtype could apply to."""
         if self.dtype == "fp8" and not needs.taps:
             raise UserError(
-                "collect.dtype=fp8 stores taps in 8 bits, but this head stores no taps, only the last state, which stays "
-                "as the target computes it; leave collect.dtype= out."
+                "collect.dtype=fp8 stores taps in 8 bits, but this head stores no taps, only the last state, which "
+                "stays as the target computes it; leave collect.dtype= out."
             )
 
     def position_bytes(self, needs: FeatureNeeds, hidden_size: int, itemsize: int) -> int:

@@ -261,6 +261,7 @@ class StoreWriter:
             "documents": len(rows),
             "tokens": supervised + int(counts.prompt_V.sum()),
             "supervised_tokens": supervised,
+            "cut_off": sum(row["finish_reason"] == "length" for row in rows),
             **body,
             "token_counts": COUNTS,
             "files": {name: sha256_file(self.folder / name) for name in files},
