@@ -99,6 +99,8 @@ def fill_features(cfg: DictConfig, peers: Peers) -> None:
         )
     if server is not None and server.counts:  # of this process
         say(f"          {', '.join(f'{what}: {count:,}' for what, count in server.counts.most_common())}")
+    if manifest.get("cut_off"):
+        say(f"          {manifest['cut_off']} answers were cut off: they do not end with an end token of the target")
     say(
         f"          {manifest['documents']} answers, {manifest['supervised_tokens']:,} tokens to learn from "
         f"({manifest['tokens']:,} with prompts)\n{'':10}in {features}"

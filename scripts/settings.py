@@ -145,10 +145,16 @@ def lora_settings(cfg: DictConfig) -> LoraSettings | None:
 
 def generation_settings(cfg: DictConfig) -> Generation:
     """How the target answers, out of generation and seed."""
+    from heads.artifact import UserError
     from training.regenerate import Generation
 
     values = plain(cfg.generation)
     check_call(Generation, "generation", values, elsewhere=("seed",))
+    if values["answers"] > 1 and cfg.collect.answers != "regenerate":
+        raise UserError(
+            f"generation.answers={values['answers']} has the target write several, but collect.answers="
+            f"{cfg.collect.answers} has it write none; leave one of them out."
+        )
     return Generation(seed=cfg.seed, **values)
 
 

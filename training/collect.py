@@ -71,7 +71,13 @@ def collect(
     with peers.step():
         needs.check(target.num_layers)
         needs = FeatureNeeds(last=False) if storage.states == "online" else wider_needs(folder, needs)
-        target.render([{"role": "user", "content": "?"}])  # without a chat template nothing can be asked
+        storage.check(needs)
+        if any(conversation.ids for conversation in conversations) and answers != LOGGED:
+            raise UserError(
+                "Some of the traffic is token ids, which the target cannot answer anew; set collect.answers=logged."
+            )
+        if not all(conversation.ids for conversation in conversations):
+            target.render([{"role": "user", "content": "?"}])  # without a chat template nothing can be asked
         source: RequestSource
         if answers == LOGGED:
             source = Logged(target, conversations, generation=generation, taps=needs.taps)
@@ -123,7 +129,8 @@ class _Run:
     ) -> None:
         self.target, self.needs, self.source, self.writer, self.peers = target, needs, source, writer, peers
         self.storage = storage
-        self.answers: dict[str, list[str]] = {}
+        self.answers: dict[str, list[str]] = {}  # with which each conversation goes on
+        self.documents = 0
         self.refused: list[dict[str, Any]] = []
         self.shards: list[str] = []
 
@@ -148,15 +155,15 @@ class _Run:
         """Answer all waves and finish the store."""
         self.answers = {conversation.id: [] for conversation in conversations}
         assert len(self.answers) == len(conversations), "the ids of conversations are distinct"
-        turns = self.source.turns
-        with Progress(total=sum(turns), label=self.source.label, shown=self.peers.main) as progress:
+        turns, each = self.source.turns, self.source.answers
+        with Progress(total=sum(turns) * each, label=self.source.label, shown=self.peers.main) as progress:
             for number in range(self.source.waves):
                 self._wave(number, generation, progress)
                 last = number + 1 == self.source.waves
-                progress.advance_to(sum(turns) if last else sum(min(count, number + 1) for count in turns))
+                progress.advance_to(each * (sum(turns) if last else sum(min(count, number + 1) for count in turns)))
         with self.peers.step():
             reasons = Counter(row["reason"] for row in self.refused)
-            if not any(self.answers.values()):
+            if not self.documents:
                 why = "; ".join(f"{reason}: {count}" for reason, count in reasons.most_common()) or "there are none"
                 raise UserError(
                     f"None of the {len(conversations)} conversations gave an answer to learn from ({why}); "
@@ -198,8 +205,11 @@ class _Run:
             index = self.writer.index(name)
             failed = [request for request in batch if request.id in index["failed"]]
             self.refused += [self.source.failed(one, index["failed"][one.id]).to_row() for one in failed]
+            first = {request.id for request in batch if not request.answer}
+            self.documents += len(index["documents"])
             for row in index["documents"]:
-                self.answers[row["conversation"]].append(row["text"])
+                if row["id"] in first:
+                    self.answers[row["conversation"]].append(row["text"])
         self.shards += [name for name, _ in shards]
 
     def _make(self, name: str, batch: Sequence[Request], seed: int, progress: Progress) -> None:
@@ -239,6 +249,7 @@ class _Run:
             conversation=request.conversation.id,
             slice=request.conversation.slice,
             turn=request.turn,
+            answer=request.answer,
             ids_T=answer.ids_T,
             answer_start=answer.answer_start,
             finish_reason=answer.finish_reason,
