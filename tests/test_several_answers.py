@@ -49,7 +49,7 @@ def gather(
     """A collection by the target, or by the server at the address."""
     generation, server = replace(SAMPLED, **how), None
     if url is not None:
-        settings = ServerSettings(url=url, concurrency=3, tries=1, timeout=60.0, pause=0.01)
+        settings = ServerSettings(url=url, concurrency=3, tries=2, timeout=60.0, pause=0.01)
         journal = folder / "replies-000.jsonl"
         server = AnswerServer(settings, target=target, generation=generation, journal=journal)
     return collect(
