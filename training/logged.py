@@ -13,7 +13,7 @@ from heads.target import FrozenTarget
 from training.chat import ChatEncoder, Encoded
 from training.regenerate import Generation
 from training.requests import Refusal, Request
-from training.states import Answer, known_states
+from training.states import Answer, StatesReader, known_states
 from training.traffic import Conversation
 
 _TOGETHER = 1 << 14  # positions of one forward, padding counted
@@ -33,8 +33,10 @@ class Logged:
         *,
         generation: Generation,
         taps: Sequence[int],
+        states: StatesReader = known_states,
     ) -> None:
         self._target, self._taps, self._longest = target, taps, generation.max_prompt_tokens
+        self._states = states
         self.settings = {"max_prompt_tokens": generation.max_prompt_tokens, "batch_size": generation.batch_size}
         self.turns = [len(conversation.turns) for conversation in conversations]
         encoder = ChatEncoder.of(target)
@@ -88,7 +90,7 @@ class Logged:
         """The logged answers with the target's states."""
         documents = [request.known for request in batch if request.known is not None]
         return [
-            answer for together in _cut(documents) for answer in known_states(self._target, together, taps=self._taps)
+            answer for together in _cut(documents) for answer in self._states(self._target, together, taps=self._taps)
         ]
 
 
