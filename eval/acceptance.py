@@ -125,6 +125,15 @@ class VllmCounters:
     num_accepted_tokens: int
     accepted_per_pos: tuple[int, ...]
 
+    def since(self, before: VllmCounters) -> VllmCounters:
+        """What was counted after `before`, which the same server had counted then."""
+        return VllmCounters(
+            self.num_drafts - before.num_drafts,
+            self.num_draft_tokens - before.num_draft_tokens,
+            self.num_accepted_tokens - before.num_accepted_tokens,
+            tuple(now - then for now, then in zip(self.accepted_per_pos, before.accepted_per_pos, strict=True)),
+        )
+
     @property
     def acceptance_length(self) -> float:
         """vLLM's "mean acceptance length": 1 + accepted / drafts."""

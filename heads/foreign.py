@@ -26,11 +26,12 @@ ISOLATION = {"PYTHONSAFEPATH": "1"}
 TAIL = 15  # lines of a failed server's log that are shown
 
 
-def environment() -> dict[str, str]:
-    """What the server's process sees: what the user has set before our defaults, and no way to our modules."""
+def environment(modules: Path | None = None) -> dict[str, str]:
+    """What the server's process sees: what the user has set before our defaults, and no way to our modules but those of
+    the one folder that is for it."""
     seen = {**ENVIRONMENT, **os.environ, **ISOLATION}
     seen.pop("PYTHONPATH", None)
-    return seen
+    return seen if modules is None else {**seen, "PYTHONPATH": str(modules.resolve())}
 
 
 def check_interpreter(python: str) -> None:

@@ -1,6 +1,8 @@
 """Speed, measured in one run against what it is compared with. Never a pass or fail; the ratios are the result.
 
 python -m scripts.bench bench=train head=eagle3
+python -m scripts.bench bench=train_growth head=eagle3
+python -m scripts.bench bench=train_peer peer_python=<python with speculators>
 python -m scripts.bench bench=decode name=demo
 python -m scripts.bench bench=peers name=demo
 python -m scripts.bench bench=collect name=demo
@@ -21,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from scripts.common import build_head, load_target, script
 from scripts.costs import bench_cost, bench_prediction
 from scripts.settings import build, check_value, generation_settings, plain
+from scripts.train_turns import bench_train_growth, bench_train_peer
 
 # Every setting of conf/bench/*.yaml: its type, and the least that it, or each value of a list, may be.
 SETTINGS: dict[str, tuple[Any, int | None]] = {
@@ -33,6 +36,10 @@ SETTINGS: dict[str, tuple[Any, int | None]] = {
     "max_ngram": (int, 1),
     "draft_layers": (int, 1),
     "batches": (list[int], 1),
+    "steps": (int, 1),
+    "depths": (list[int], 1),
+    "lengths": (list[int], 3),
+    "vocabularies": (list[int | None], 1),
     "contexts": (list[int], 1),
     "gammas": (list[int], 1),
     "dtypes": (list[str], None),
@@ -46,6 +53,7 @@ def run(cfg: DictConfig) -> None:
     kinds = {"train": bench_train, "decode": bench_decode, "peers": bench_peers}
     kinds |= {"collect": bench_collect, "features": bench_features}
     kinds |= {"cost": bench_cost, "prediction": bench_prediction}
+    kinds |= {"train_growth": bench_train_growth, "train_peer": bench_train_peer}
     check_settings(cfg, list(kinds))
     kinds[cfg.bench.kind](cfg)
 
@@ -63,7 +71,7 @@ def check_settings(cfg: DictConfig, kinds: Sequence[str]) -> None:
         if name in _FROM_ZERO.get(cfg.bench.kind, ()):
             least = 0
         values = value if isinstance(value, list) else [value]
-        if least is not None and (not values or min(values) < least):
+        if least is not None and (not values or min(one for one in (*values, least) if one is not None) < least):
             what = "some whole numbers, each" if isinstance(value, list) else "a whole number"
             raise UserError(f"bench.{name}={value} is not possible; give bench.{name} {what} ≥ {least}.")
     if unknown := [one for one in cfg.bench.get("dtypes", ()) if one not in DTYPES]:
@@ -90,9 +98,9 @@ def bench_train(cfg: DictConfig) -> None:
     vocab = DraftVocabulary.choose(torch.arange(target.vocab_size, 0, -1), min(size, target.vocab_size))
     head = build_head(cfg, target, vocab)
     target.drop_layers()  # only what the head borrows is needed; the memory is the training's own
-    features = made_up_features(
-        head, hidden_size=target.hidden_size, documents=cfg.bench.documents, length=cfg.bench.length
-    ).to(target.device)
+    head.attach(target.weights)
+    lengths = [cfg.bench.length] * cfg.bench.documents
+    features = made_up_features(head, hidden_size=target.hidden_size, lengths=lengths).to(target.device)
     speed = train_speed(head, features, bf16=cfg.train.mixed_precision == "bf16", repeats=cfg.bench.repeats)
     low, high = speed.spread
     print(

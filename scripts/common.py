@@ -183,6 +183,14 @@ def _phrase(error: Exception, config: str = "config") -> str:
     return f"{' '.join(told).removesuffix('.')}."
 
 
+def check_target_path(cfg: DictConfig) -> None:
+    """Raises UserError when no target is named."""
+    from heads.artifact import UserError
+
+    if OmegaConf.is_missing(cfg.target, "path"):
+        raise UserError("target=custom needs target.path=<folder, Hub id or .gguf file>.")
+
+
 def is_main() -> bool:
     """Whether this is the process of a launch that speaks for all."""
     return int(os.environ.get("RANK", "0")) == 0
@@ -205,8 +213,7 @@ def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
     from heads.target import FrozenTarget, quiet_transformers
 
     quiet_transformers()
-    if OmegaConf.is_missing(cfg.target, "path"):
-        raise UserError("target=custom needs target.path=<folder, Hub id or .gguf file>.")
+    check_target_path(cfg)
     options = plain(cfg.target)
     check_call(FrozenTarget.load, "target", options)
     if options["device"] == "auto":

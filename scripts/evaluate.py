@@ -5,6 +5,7 @@ python -m scripts.evaluate name=mine head_dir=runs/other/head eval.gamma=3
 python -m scripts.evaluate name=mine 'eval.tree={top_k: 4, nodes: 12}'
 python -m scripts.evaluate name=mine 'eval.tree={nodes: 24}'
 python -m scripts.evaluate name=mine 'rival=[prompt_lookup,early_exit,lookahead]'
+python -m scripts.evaluate name=mine server.url=http://127.0.0.1:8000
 """
 
 from __future__ import annotations
@@ -156,7 +157,12 @@ def taught_numbers(report: Mapping[str, Any]) -> dict[str, float]:
 @script(one_folder=True)
 def main(cfg: DictConfig) -> None:
     """Entry point of `python -m scripts.evaluate`."""
-    run(cfg)
+    if cfg.server.url is None:
+        run(cfg)
+    else:
+        from scripts import served
+
+        served.run(cfg)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ FAKE_VLLM = """
             self.draft = "speculative_config" in options
 
         def generate(self, prompts, sampling, use_tqdm):
-            json.dump([prompts, sampling.options], open(os.environ["FAKE_SEEN"] + ".asked", "w"))
+            json.dump([prompts, [one.options for one in sampling]], open(os.environ["FAKE_SEEN"] + ".asked", "w"))
             return [N(outputs=[N(token_ids=a["ids"], text="t", finish_reason=a["finish"], spec_decode_metrics=
                     N(per_step_drafted=a["proposed"], per_step_accepted=a["accepted"]) if self.draft else None)])
                     for a in script["answers"]]
@@ -109,7 +109,8 @@ def test_what_vllm_is_asked_and_what_comes_back(tmp_path, serve) -> None:
     }
     prompts, sampling = json.loads((tmp_path / "seen.json.asked").read_text())
     assert prompts == [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [8, 9]}]
-    assert sampling == {"temperature": 0.0, "max_tokens": 8, "stop_token_ids": [2], "ignore_eos": False}
+    greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    assert sampling == [{**greedy, "max_tokens": 8, "stop_token_ids": [2], "ignore_eos": False}] * 2
     # Where the tests' own environment has us installed, that is its doing and not the driver's.
     own = subprocess.run(
         [server.python, "-c", "import sys; print(*sys.path, sep='\\n')"], capture_output=True, text=True

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "vllm": "runs in the server's own environment",
     "omegaconf": "comes with hydra-core",
     "httpx": "comes with huggingface-hub",
+    "psutil": "comes with accelerate",
 }
 STOP = 500
 TOP = {

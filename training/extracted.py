@@ -107,7 +107,7 @@ class ExtractedStates:
     def _start(self, target: FrozenTarget, boundaries: list[int]) -> None:
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir(parents=True)
-        env, memory = {**environment(), "PYTHONPATH": str(DRIVER.parent)}, None
+        env, memory = environment(DRIVER.parent), None
         if target.device.type == "cuda":
             place = target.device.index or 0
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")

