@@ -28,6 +28,7 @@ import torch
 from heads.artifact import UserError
 from heads.base import FeatureNeeds
 from heads.target import FrozenTarget
+from training.extracted import ExtractedStates
 from training.logged import Logged
 from training.processes import Peers
 from training.progress import Progress
@@ -35,7 +36,7 @@ from training.regenerate import Generation, seed_of
 from training.requests import Request, RequestSource, Written
 from training.served import AnswerServer
 from training.served_answers import Served
-from training.states import Answer
+from training.states import Answer, StatesReader, known_states
 from training.store import STORED, Storage, check_disk, estimate_bytes
 from training.store_writer import Document, StoreWriter, wider_needs
 from training.traffic import LOGGED, REGENERATE, Conversation, fingerprint
@@ -55,6 +56,7 @@ def collect(
     verified: bool = True,
     peers: Peers | None = None,
     server: AnswerServer | None = None,
+    reader: ExtractedStates | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Fill the features folder, or go on filling it, and return its manifest; a finished one is returned at
@@ -63,7 +65,8 @@ def collect(
 
     answers: REGENERATE, or LOGGED for those that the conversations bring. verified: whether a finished folder's files
     are compared with their checksums, and what is damaged made again. peers: the processes that share the work, all of
-    which call this. server: what writes the answers in the target's place.
+    which call this. server: what writes the answers in the target's place; reader: what computes their states in its
+    place, which answers that the target writes here do not need.
     Raises UserError when the folder belongs to other settings, target or traffic, when the disk is too small,
     and when no conversation could be used.
     """
@@ -79,15 +82,19 @@ def collect(
         if not all(conversation.ids for conversation in conversations):
             target.render([{"role": "user", "content": "?"}])  # without a chat template nothing can be asked
         source: RequestSource
+        states: StatesReader = known_states if reader is None else reader
         if answers == LOGGED:
-            source = Logged(target, conversations, generation=generation, taps=needs.taps)
+            source = Logged(target, conversations, generation=generation, taps=needs.taps, states=states)
             how: dict[str, Any] = {"answers": LOGGED, "generation": source.settings}
         elif server is not None:
-            source = Served(target, conversations, generation=generation, taps=needs.taps, server=server)
+            source = Served(target, conversations, generation=generation, taps=needs.taps, server=server, states=states)
             how = {"engine": "openai", "generation": asdict(generation)}
         else:
+            assert reader is None, "answers that are written here have their states"
             source = Written(target, conversations, generation=generation, taps=needs.taps)
             how = {"generation": asdict(generation)}
+        if reader is not None:
+            how["features"] = "vllm"
         settings = {
             "needs": {"taps": list(needs.taps), "last": needs.last},
             "collect": asdict(storage),
@@ -107,7 +114,7 @@ def collect(
         assert manifest is not None
         logger.info("%s is complete: %d documents are used as they are", folder, manifest["documents"])
         return manifest
-    with server or contextlib.nullcontext():
+    with server or contextlib.nullcontext(), reader or contextlib.nullcontext():
         run.run(conversations, generation, on_policy=answers != LOGGED, config=config)
     manifest = writer.finished()
     assert manifest is not None, "a run that ends has finished the store"

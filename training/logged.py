@@ -15,7 +15,7 @@ from training.chat import ChatEncoder, Encoded
 from training.logged_ids import Plausible, documents_of_ids
 from training.regenerate import Generation
 from training.requests import Refusal, Request
-from training.states import Answer, known_states
+from training.states import Answer, StatesReader, known_states
 from training.traffic import Conversation
 
 _TOGETHER = 1 << 14  # positions of one forward, padding counted
@@ -35,8 +35,10 @@ class Logged:
         *,
         generation: Generation,
         taps: Sequence[int],
+        states: StatesReader = known_states,
     ) -> None:
         self._target, self._taps, self._longest = target, taps, generation.max_prompt_tokens
+        self._states = states
         self.settings = {"max_prompt_tokens": generation.max_prompt_tokens, "batch_size": generation.batch_size}
         self.turns = [conversation.count for conversation in conversations]
         encoder = ChatEncoder.of(target) if not all(one.ids for one in conversations) else None
@@ -94,7 +96,7 @@ class Logged:
         """The logged answers with the target's states."""
         documents = [request.known for request in batch if request.known is not None]
         answers = [
-            answer for together in _cut(documents) for answer in known_states(self._target, together, taps=self._taps)
+            answer for together in _cut(documents) for answer in self._states(self._target, together, taps=self._taps)
         ]
         self._plausible.see(
             [answer for request, answer in zip(batch, answers, strict=True) if request.conversation.ids]
