@@ -118,8 +118,8 @@ class AnswerServer:
         """Have prompts answered, in their order, in the background. By id: a reply, or why there is none. A future
         raises UserError when the server has died."""
         futures: dict[str, Future[Reply | str]] = {name: Future() for name in prompts}
-        self._tasks.append(asyncio.run_coroutine_threadsafe(self._work(prompts, futures), self._loop))
-        return futures
+        self._tasks.append(asyncio.run_coroutine_threadsafe(self._work(prompts, dict(futures)), self._loop))
+        return futures  # the caller's own, to add to
 
     async def _connect(self) -> None:
         key = os.environ.get(KEY)
