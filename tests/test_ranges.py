@@ -144,7 +144,11 @@ def test_a_run_dir_that_nobody_can_make(tmp_path: Path, capsys: pytest.CaptureFi
         ("decode", "bench.gammas=[]", "bench.gammas=[] is not possible"),
         ("decode", "bench.gammas=3", "bench.gammas=3 is of the wrong type"),
         ("decode", "bench.requests=0", "bench.requests=0 is not possible; give bench.requests a whole number ≥ 1"),
-        ("decode", "bench.kind=foo", "bench.kind=foo is unknown; choose one of train, decode, peers, collect, cost, prediction"),
+        (
+            "decode",
+            "bench.kind=foo",
+            "bench.kind=foo is unknown; choose one of train, decode, peers, collect, cost, prediction",
+        ),
         ("decode", "bench.kind=null", "bench.kind=None is of the wrong type"),
         ("train", "bench.documents=0", "bench.documents=0 is not possible"),
         ("train", "bench.length=long", "bench.length='long' is of the wrong type"),
