@@ -207,7 +207,8 @@ def test_training_costs_what_torch_counts(place: e2e.Place, target: FrozenTarget
     with FlopCounterMode(display=False) as counter:
         head.loss(features).loss.backward()
     sizes = HeadSizes.of(name, head)
-    formula = train_flops(TargetSizes.of(target), sizes) * int(features.supervised_T.sum())
+    supervised = int(features.supervised_T.sum())
+    formula = train_flops(TargetSizes.of(target), sizes, len(features.ids_T), supervised)
     assert formula == pytest.approx(counter.get_total_flops(), rel=0.3)
     assert sizes.trained == sum(parameter.numel() for parameter in head.parameters())
 

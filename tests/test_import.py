@@ -131,8 +131,8 @@ def test_a_medusa_folder_and_a_head_of_ones_own_are_trained_on_with_their_vocabu
     whole = DraftVocabulary.identity(target.vocab_size)
     head = MedusaHead(sizes=BlockSizes.of(target.config, target.vocab_size), vocab=whole, depth=2, projection="own")
     head.initialise(target)
-    for block in head.blocks.parameters():  # as if trained: they start at zero, which is not exported
-        torch.nn.init.normal_(block, std=0.02)
+    for parameter in head.parameters():  # as if trained: zeros, and the target's projections, would be refused
+        parameter.data += 0.02 * torch.randn_like(parameter)
     save_head(head, tmp_path / "made", target_fingerprint=target.fingerprint)
     medusa = ("head=medusa", "head.depth=2", "head.projection=own", "head.draft_vocab_size=8", "eval.gamma=2")
     export.run(cfg(place, *medusa, f"head_dir={tmp_path / 'made'}", "run_dir=runs/public", "export=original"))

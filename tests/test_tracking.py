@@ -278,8 +278,10 @@ def test_an_evaluation_is_added_to_the_run_of_its_head(
 
 def wandb_records(run: Path) -> list[Any]:
     """What an offline run has in its file, in the order of writing: the log format of LevelDB behind seven bytes."""
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # finish() does not wait until its service has written the last of it; the end of a process does
     (file,) = run.glob("*.wandb")
     data, at, parts, found = file.read_bytes(), 7, b"", []
     while at + 7 <= len(data):

@@ -25,6 +25,7 @@ def heard(folder: Path, *more: str) -> Seen:
     reading = build(e2e.config("traffic=files", f"traffic.path={path}", *more), "traffic")
     return {
         "texts": [item.first_text() for item in reading.conversations],
+        "logged": [bool(item.logged) for item in reading.conversations],
         "slices": [item.slice for item in reading.conversations],
         "reasons": [item.reason for item in reading.rejected],
         "held_out": reading.held_out,
@@ -36,6 +37,7 @@ TRAFFIC = {
     "path": ([], ["traffic.path={other}"], "texts"),
     "format": ([], ["traffic.format=prompts"], "texts"),
     "rows": ([], ["traffic.rows=3"], "texts"),
+    "answers": ([], ["traffic.answers=logged"], "logged"),
     "held_out": ([], ["traffic.held_out=0.5"], "held_out"),
     "limit": ([], ["traffic.limit=2"], "texts"),
     "slice_field": ([], ["traffic.slice_field=tag"], "slices"),

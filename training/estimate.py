@@ -5,10 +5,11 @@ With n positions (prompts p, answers a), D the target's width, P its parameters 
               n · (taps · (D + 4) + last · D · b + 9)               the taps in FP8, with their scales
               n · 5                                                 states computed online: ids and mask
     collect   2 · P · (p + g · a) / F                               g: a generated token in prompt tokens
-    train     epochs · a · (6 · M + (6 or 4) · K · W · D + 2 · W · D) / F
+    train     epochs · (6 · M · (a or n) + a · ((6 or 4) · K · W · D + 2 · W · D)) / F
               + epochs · 2 · P · n / F                              states computed online
     memory    collecting: P · b + keys and values of one batch
               training:   P · b + 16 · trained + positions of a step · (states of K passes)
+n where a head runs all positions, prompts too (MTP modules in a row), a where it runs those it learns from.
 M are the matrix elements a start goes through in all K passes of the head (of experts those that a token is sent to), W
 its vocabulary; 6 where the projection is trained, 4 where it is the target's; 16 bytes are an fp32 weight, its gradient
 and two moments. Every process holds the whole target, so more GPUs add speed and no room.
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 
 from heads.base import DraftHead, FeatureNeeds
+from heads.mtp_blocks import MTPBlocksHead
 from heads.recurrent import SelfFedHead
 from heads.target import FrozenTarget
 from training.store import STORED, Storage
@@ -69,12 +71,14 @@ class TargetSizes:
 @dataclass(frozen=True, kw_only=True)
 class HeadSizes:
     """needs: the states it is trained on; depth: passes K; passed: matrix elements of all passes together, the
-    vocabulary projection left out; trained: parameters; own_projection: whether the projection is among them."""
+    vocabulary projection left out; everywhere: whether they run over prompts too; trained: parameters; own_projection:
+    whether the projection is among them."""
 
     name: str
     needs: FeatureNeeds
     depth: int
     passed: int
+    everywhere: bool = False
     trained: int
     vocab: int
     own_projection: bool
@@ -92,6 +96,7 @@ class HeadSizes:
             depth=depth,
             # One block is used in every pass; stacked heads have blocks of each pass's own.
             passed=matrices * (depth if isinstance(head, SelfFedHead) else 1),
+            everywhere=isinstance(head, MTPBlocksHead),
             trained=sum(one.numel() for one in trained.values()),
             vocab=len(head.vocab.ids_W),
             own_projection=bool(projection),
@@ -168,17 +173,18 @@ def estimate(
     per_position = (head.depth * (_STATES * target.hidden + 3 * target.inner) + states * target.hidden) * 4
     train_memory = weights + 16 * head.trained + work.step_positions * per_position
     collect = 2 * target.body * (work.prompt_tokens + machine.generated * work.answer_tokens) / machine.flops
-    train = work.epochs * work.answer_tokens * train_flops(target, head) / machine.flops
+    train = work.epochs * train_flops(target, head, positions, work.answer_tokens) / machine.flops
     if storage.states == "online":
         train += work.epochs * 2 * target.body * positions / machine.flops
     fits = machine.memory is None or max(collect_memory, train_memory) <= USABLE * machine.memory
     return Estimate(disk, collect_memory, train_memory, collect, train, fits)
 
 
-def train_flops(target: TargetSizes, head: HeadSizes) -> int:
-    """Floating-point operations of training for each supervised position, forward and backward."""
+def train_flops(target: TargetSizes, head: HeadSizes, positions: int, supervised: int) -> int:
+    """Floating-point operations of training once on positions, of which some are supervised, forward and backward."""
     projection = head.vocab * target.hidden
-    return 6 * head.passed + ((6 if head.own_projection else 4) * head.depth + 2) * projection
+    judged = ((6 if head.own_projection else 4) * head.depth + 2) * projection
+    return 6 * head.passed * (positions if head.everywhere else supervised) + supervised * judged
 
 
 @torch.inference_mode()
