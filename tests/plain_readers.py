@@ -1,4 +1,4 @@
-"""What the readers of exported heads do with the tensors of a folder, written down once more and plainly, for one
+"""What the readers of exported heads do with the tensors of a folder, written down once more and plainly. Most for one
 position: attention to itself alone returns its own value, and nothing is rotated at position 0. Not a test."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heads.base import Committed, DraftHead
 
-WIDTH, HEADS, KV_HEADS, EPS = 32, 4, 2, 1e-6
+WIDTH, HEADS, KV_HEADS, EPS, THETA = 32, 4, 2, 1e-6, 10000.0
 
 
 def normed(x: Tensor, gain: Tensor) -> Tensor:
@@ -47,23 +47,52 @@ def eagle(tensors: Mapping[str, Tensor], last: Tensor, embedded: Tensor, project
     return projection @ block(x, x, tensors, "layers.0.")
 
 
-def medusa(tensors: Mapping[str, Tensor], last: Tensor) -> Tensor:
-    """The first head of a Medusa with one block."""
-    moved = F.silu(tensors["0.0.linear.weight"] @ last + tensors["0.0.linear.bias"])
-    return tensors["0.1.weight"] @ (last + moved)
+def medusa(tensors: Mapping[str, Tensor], last: Tensor, blocks: int = 1) -> Tensor:
+    """The first head of a Medusa."""
+    for i in range(blocks):
+        last = last + F.silu(tensors[f"0.{i}.linear.weight"] @ last + tensors[f"0.{i}.linear.bias"])
+    return tensors[f"0.{blocks}.weight"] @ last
 
 
-def ours(head: DraftHead, taps: Tensor, last: Tensor, next_id: int) -> Tensor:
-    """What a head itself says after one settled position, over the target's vocabulary."""
+def mtp(tensors: Mapping[str, Tensor], last_TD: Tensor, embedded_TD: Tensor, projection: Tensor) -> Tensor:
+    """MiMo's module behind the last of several positions: the state first, no embedding at position 0."""
+    own = {name.removeprefix("model.mtp_layers.0."): tensor for name, tensor in tensors.items()}
+    embedded_TD = embedded_TD * (torch.arange(len(embedded_TD)) > 0)[:, None]
+    parts = normed(last_TD, own["hidden_layernorm.weight"]), normed(embedded_TD, own["token_layernorm.weight"])
+    x_TD = torch.cat(parts, -1) @ own["input_proj.weight"].T
+    y_TD, seen = normed(x_TD, own["input_layernorm.weight"]), len(x_TD)
+    q, k, v = (
+        (y_TD @ own[f"self_attn.{name}_proj.weight"].T + own[f"self_attn.{name}_proj.bias"]).view(seen, -1, 8)
+        for name in "qkv"
+    )
+    k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (rotated(k), v))
+    scores = torch.einsum("hd,thd->ht", rotated(q)[-1], k) / 8**0.5
+    mixed = torch.einsum("ht,thd->hd", scores.softmax(-1), v).flatten()
+    hidden = x_TD[-1] + own["self_attn.o_proj.weight"] @ mixed
+    z = normed(hidden, own["post_attention_layernorm.weight"])
+    gate, up = (own[f"mlp.{part}_proj.weight"] @ z for part in ("gate", "up"))
+    hidden = hidden + own["mlp.down_proj.weight"] @ (F.silu(gate) * up)
+    return projection @ normed(hidden, own["final_layernorm.weight"])
+
+
+def rotated(x_THd: Tensor) -> Tensor:
+    """Rotary embeddings at positions 0, 1, …, over halves of each attention head."""
+    half = x_THd.shape[-1] // 2
+    angles = torch.arange(len(x_THd))[:, None, None] * THETA ** (-torch.arange(half) / half)
+    a, b = x_THd[..., :half], x_THd[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+def ours(head: DraftHead, taps_TE: Tensor, last_TD: Tensor, next_ids: list[int]) -> Tensor:
+    """What a head itself says after settled positions, over the target's vocabulary."""
     seen: list[Tensor] = []
 
     def draw(logits_BW, *, drafted_BK=None, vocab=None):
         seen.append(logits_BW[0])
         return logits_BW.argmax(-1), None
 
-    state = head.start([[1, next_id]])
-    count_B = torch.ones(1, dtype=torch.long)
-    head.commit(state, Committed(torch.tensor([[next_id]]), taps[None, None], last[None, None], count_B))
+    state = head.start([[1, *next_ids]])
+    head.commit(state, Committed(torch.tensor([next_ids]), taps_TE[None], last_TD[None], torch.tensor([len(next_ids)])))
     head.propose(state, 1, draw)
     if head.vocab.full:
         return seen[0]

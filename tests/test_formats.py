@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from heads.artifact import UserError, read_manifest
 from heads.base import DraftHead
@@ -17,7 +17,7 @@ from heads.checkpoint import class_path
 from heads.export.folder import FORMATS, check_export, export_head
 from heads.export.imported import import_head
 from heads.export.layout import OfTarget
-from heads.export.weights import INDEX, PICKLED, TENSORS, read_tensors, to_files
+from heads.export.weights import INDEX, MEDUSA, PICKLED, TENSORS, read_tensors, to_files
 from heads.vocab import DraftVocabulary
 from tests import plain_readers
 from tests.servable import SERVABLE, servable
@@ -26,9 +26,9 @@ from tests.test_head_checkpoint import FINGERPRINT
 LOADS = {
     "vllm": set(SERVABLE),
     "speculators": {"eagle3"},
-    "sglang": {"eagle3", "eagle"},
+    "sglang": {"eagle3", "eagle", "mtp"},
     "original": {"eagle3", "eagle", "medusa"},
-    "tensorrt_llm": {"eagle3"},
+    "tensorrt_llm": {"eagle3", "medusa", "medusa-own"},
     "llama_cpp": {"eagle3"},
 }
 FEW = DraftVocabulary(torch.arange(3, 83, 2), 96)
@@ -101,7 +101,10 @@ def test_a_small_draft_vocabulary_goes_there_and_back(tmp_path, layout: str) -> 
         ("vllm", "eagle", None),
         ("sglang", "eagle", None),
         ("original", "eagle", None),
+        ("sglang", "mtp", None),
         ("original", "medusa", None),
+        ("tensorrt_llm", "medusa", None),
+        ("tensorrt_llm", "medusa-own", None),
     ],
 )
 def test_an_independent_reader_gets_the_heads_own_logits(tmp_path, layout: str, kind: str, block: str | None) -> None:
@@ -110,15 +113,18 @@ def test_an_independent_reader_gets_the_heads_own_logits(tmp_path, layout: str, 
     path = next(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt"))
     tensors = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     torch.manual_seed(3)
-    taps, last, next_id = torch.randn(96), torch.randn(32), 17
-    embedded = head.target.embedding_VD[next_id]
+    next_ids = [17, 4, 60] if kind == "mtp" else [17]
+    taps, last = torch.randn(len(next_ids), 96), torch.randn(len(next_ids), 32)
+    embedded = head.target.embedding_VD[next_ids]
     if kind == "eagle3":
-        theirs = plain_readers.eagle3(tensors, str(block), taps, embedded)
+        theirs = plain_readers.eagle3(tensors, str(block), taps[0], embedded[0])
     elif kind == "eagle":
-        theirs = plain_readers.eagle(tensors, last, embedded, head.target.lm_head_VD)
+        theirs = plain_readers.eagle(tensors, last[0], embedded[0], head.target.lm_head_VD)
+    elif kind == "mtp":
+        theirs = plain_readers.mtp(tensors, last, embedded, head.target.lm_head_VD)
     else:
-        theirs = plain_readers.medusa(tensors, last)
-    mine = plain_readers.ours(head, taps, last, next_id)
+        theirs = plain_readers.medusa(tensors, last[0], head.arguments["blocks"])
+    mine = plain_readers.ours(head, taps, last, next_ids)
     assert torch.isfinite(mine).sum() == len(head.vocab.ids_W)
     torch.testing.assert_close(theirs, mine, rtol=1e-4, atol=1e-3)
 
@@ -228,6 +234,68 @@ def test_what_else_each_reader_wants(tmp_path) -> None:
     assert read_tensors(exported(tmp_path / "m", medusa, "original")).keys() == names
 
 
+def test_an_mtp_module_as_a_draft_of_its_own(tmp_path) -> None:
+    """One layer of cache, nothing tied, every bias; transformers reads ours out of it, and so does vLLM's layout."""
+    head = servable("mtp")
+    folder = exported(tmp_path / "a", head, "sglang", dtype="float32")
+    told = json.loads((folder / "config.json").read_text())
+    assert told["architectures"] == ["MiMoForCausalLM"] and told["num_nextn_predict_layers"] == 1
+    read = AutoConfig.from_pretrained(folder)
+    assert type(read).__name__ == "Qwen2Config" and read.rope_parameters["rope_theta"] == 10000.0
+    assert read.tie_word_embeddings is False and read.max_position_embeddings == 256
+    tensors = read_tensors(folder)
+    assert not any(tensors[f"model.mtp_layers.0.self_attn.{name}_proj.bias"].any() for name in "qkv")
+    command = shlex.split(read_manifest(folder, "export")["serve"])
+    assert command[command.index("--speculative-algorithm") + 1] == "NEXTN"
+    (folder / "manifest.json").unlink()
+    assert same(head, import_head(folder, layout="vllm", of_target=of(head)))
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj.weight", "input_proj.weight", "self_attn.k_proj.weight"])
+def test_another_order_of_halves_is_another_head(name: str) -> None:
+    """The control of the reader above: the inputs of the projection, and what is rotated with what."""
+    head = servable("mtp")
+    tensors = FORMATS["sglang"].layout_of(class_path(head)).write(head, "float32")[1]
+    last, embedded = torch.randn(3, 32), head.target.embedding_VD[[17, 4, 60]]
+    right = plain_readers.mtp(tensors, last, embedded, head.target.lm_head_VD)
+    weight = tensors[f"model.mtp_layers.0.{name}"]
+    turned = (
+        weight.roll(32, 1) if name == "input_proj.weight" else weight.view(-1, 2, 4, 32).transpose(1, 2).flatten(0, 2)
+    )
+    wrong = plain_readers.mtp({**tensors, f"model.mtp_layers.0.{name}": turned}, last, embedded, head.target.lm_head_VD)
+    assert (wrong - right).abs().max() > 1
+
+
+def test_heads_wider_than_their_share_are_for_sglang_alone(tmp_path) -> None:
+    """Its class reads head_dim, vLLM's divides."""
+    plain = servable("mtp")
+    wide = type(plain)(**{**plain.arguments, "sizes": {**plain.arguments["sizes"], "head_dim": 16}}, vocab=plain.vocab)
+    wide.load_state_dict({name: torch.randn_like(tensor) for name, tensor in wide.state_dict().items()})
+    wide.attach(plain.target)
+    assert import_head(exported(tmp_path / "a", wide, "sglang")).arguments["sizes"]["head_dim"] == 16
+    with pytest.raises(UserError, match="needs heads of width D / heads, not 16"):
+        settings("vllm", wide)
+
+
+def test_tensorrt_llm_is_told_how_many_heads_there_are_in_every_way(tmp_path) -> None:
+    """Its converter looks at its own command first, its Python interface for another key than the authors'."""
+    head = servable("medusa-own")
+    folder = exported(tmp_path / "a", head, "tensorrt_llm", dtype="float16")
+    told = json.loads((folder / "config.json").read_text())
+    assert (told["medusa_num_heads"], told["num_medusa_heads"], told["medusa_num_layers"]) == (4, 4, 2)
+    names = {f"{i}.{j}.linear.{part}" for i in range(4) for j in range(2) for part in ("weight", "bias")}
+    assert torch.load(folder / MEDUSA, weights_only=True).keys() == names | {f"{i}.2.weight" for i in range(4)}
+    convert, build, ask = map(shlex.split, read_manifest(folder, "export")["serve"].splitlines())
+    given = dict(zip(convert[2::2], convert[3::2], strict=True))
+    assert given["--num_medusa_heads"] == "4" and given["--num_medusa_layers"] == "2" and given["--dtype"] == "float16"
+    assert given["--medusa_model_dir"] == str(folder) and given["--output_dir"] in build
+    assert json.loads(ask[ask.index("--medusa_choices") + 1]) == [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]
+    (folder / "manifest.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**told, "num_medusa_heads": 3}))
+    with pytest.raises(UserError, match="medusa_num_heads=4 and num_medusa_heads=3; make them the same"):
+        import_head(folder, of_target=of(head))
+
+
 @pytest.mark.parametrize(
     ("layout", "kind", "words"),
     [
@@ -235,7 +303,9 @@ def test_what_else_each_reader_wants(tmp_path) -> None:
         ("sglang", "eagle3", ["python", "-m", "sglang.launch_server", "--model-path", "some/target"]),
         ("original", "eagle3", ["python", "-c"]),
         ("original", "medusa", ["python", "-c"]),
+        ("sglang", "mtp", ["python", "-m", "sglang.launch_server", "--model-path", "some/target"]),
         ("tensorrt_llm", "eagle3", ["trtllm-serve", "some/target", "--extra_llm_api_options"]),
+        ("tensorrt_llm", "medusa", ["python", "convert_checkpoint.py", "--model_dir", "some/target"]),
         ("llama_cpp", "eagle3", ["python", "convert_hf_to_gguf.py"]),
     ],
 )

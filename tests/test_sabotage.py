@@ -127,6 +127,10 @@ WRONG = {
     ),
     "12-rope-scaling": Wrong("eagle3", scaled, "says rope_type=linear"),
     "12-sglang-rope-theta": Wrong("eagle3", put(rope_theta=1000.0), "says rope_theta=1000.0", layout="sglang"),
+    "12-sglang-mtp-rope-theta": Wrong("mtp", put(rope_theta=1000.0), "says rope_theta=1000.0", layout="sglang"),
+    "13-sglang-mtp-norm-missing": Wrong(
+        "mtp", drop("model.mtp_layers.0.final_layernorm.weight"), "is missing", layout="sglang", foreign=True
+    ),
     "13-norm-before-residual": Wrong("eagle3", put(norm_before_residual=True), "says norm_before_residual=True"),
     "13-norm-output": Wrong("eagle3", put(norm_output=True), "says norm_output=True"),
     "13-flag-left-out": Wrong("eagle3", unflagged, "lacks norm_before_residual", layout="speculators", foreign=True),

@@ -1,9 +1,9 @@
-"""EAGLE and Medusa under the names that their authors' own code has, and what other servers read of them.
+"""EAGLE, Medusa and MTP under the names that their authors' own code has, and what other servers read of them.
 
 Written to the letter of that code and not run there: EAGLE (SafeAILab/EAGLE, eagle/model), Medusa
-(FasterDecoding/Medusa, medusa/model/medusa_model.py), SGLang (srt/models/llama_eagle.py and llama_eagle3.py),
-TensorRT-LLM (_torch/models/modeling_speculative.py) and llama.cpp (conversion/llama.py, src/models/eagle3.cpp). They
-take what they do not know in silence, so it is refused here.
+(FasterDecoding/Medusa, medusa/model/medusa_model.py), SGLang (srt/models/llama_eagle.py, llama_eagle3.py and
+mimo_mtp.py), TensorRT-LLM (_torch/models/modeling_speculative.py, models/medusa) and llama.cpp (conversion/llama.py,
+src/models/eagle3.cpp). They take what they do not know in silence, so it is refused here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from heads.eagle3 import default_taps
 from heads.export.layout import OfTarget, wanted
 from heads.export.vllm_eagle import EMBEDDING, FLAGS, TAPS, Eagle3Layout, EagleLayout
 from heads.export.vllm_medusa import MedusaLayout
+from heads.export.vllm_mtp import MTPLayout
 from heads.export.weights import MEDUSA, TENSORS
 from heads.vocab import DraftVocabulary
+
+_TENSORRT_HEADS = "num_medusa_heads"  # what TensorRT-LLM's Python interface calls medusa_num_heads
 
 
 class PaperEagle3Layout(Eagle3Layout):
@@ -183,7 +186,13 @@ class PaperMedusaLayout(MedusaLayout):
     def completed(self, config: Mapping[str, Any], of_target: OfTarget) -> dict[str, Any]:
         """Under vLLM's names, with what the oldest repositories leave out: there are always biases."""
         wanted(config, "medusa_num_heads", "medusa_num_layers")
-        told = {key: value for key, value in config.items() if key not in ("medusa_num_heads", "medusa_num_layers")}
+        if config.get(_TENSORRT_HEADS, config["medusa_num_heads"]) != config["medusa_num_heads"]:
+            raise UserError(
+                f"The configuration says medusa_num_heads={config['medusa_num_heads']} and "
+                f"{_TENSORRT_HEADS}={config[_TENSORRT_HEADS]}; make them the same."
+            )
+        own = ("medusa_num_heads", "medusa_num_layers", _TENSORRT_HEADS)
+        told = {key: value for key, value in config.items() if key not in own}
         vocab_size = {"vocab_size": of_target.sizes["vocab_size"]} if of_target.sizes is not None else {}
         counts = {"num_heads": config["medusa_num_heads"], "num_hidden_layers": config["medusa_num_layers"]}
         return super().completed({**vocab_size, "medusa_fc_bias": True, **told, **counts}, of_target)
@@ -199,6 +208,46 @@ class PaperMedusaLayout(MedusaLayout):
             for name in names:
                 del tensors[name]
         return DraftVocabulary.identity(int(config["vocab_size"]))
+
+
+class TensorRTMedusaLayout(PaperMedusaLayout):
+    """The authors' files, which its converter takes: any number of blocks, and the number of heads under a second name,
+    for its two ways in look for either."""
+
+    def settings(self, arguments: Mapping[str, Any], vocab: DraftVocabulary, target_path: str) -> dict[str, Any]:
+        return {**super().settings(arguments, vocab, target_path), _TENSORRT_HEADS: arguments["depth"]}
+
+    def target_overrides(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The converter writes what its command says of heads and layers before it looks into the folder."""
+        return {"num_medusa_heads": arguments["depth"], "num_medusa_layers": arguments["blocks"]}
+
+
+class SGLangMTPLayout(MTPLayout):
+    """A draft by itself in MiMo's layout, which takes embeddings and projection from whatever target it is given.
+
+    num_nextn_predict_layers sizes its cache; without zeros for the biases they would be what the memory held.
+    """
+
+    reader, method, dtype_key = "SGLang", "NEXTN", "torch_dtype"
+
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        return super().fits(config) and config["architectures"] == ["MiMoForCausalLM"]
+
+    def check_module(self, arguments: Mapping[str, Any]) -> None:
+        if not arguments["final_norm"]:
+            raise UserError(
+                "SGLang's ERNIE module rotates neighbouring numbers instead of halves and would serve another head; "
+                "train the head with head.final_norm=true, or export it with export=vllm."
+            )
+
+    def settings(self, arguments: Mapping[str, Any], vocab: DraftVocabulary, target_path: str) -> dict[str, Any]:
+        settings = super().settings(arguments, vocab, target_path)
+        rope = old_rope(dict(settings.pop("rope_parameters")), self.reader, None)
+        return {**settings, **rope, "tie_word_embeddings": False}
+
+    def target_overrides(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The folder says it all."""
+        return {}
 
 
 def old_rope(rope: dict[str, Any], reader: str, kinds: Collection[str] | None) -> dict[str, Any]:

@@ -7,7 +7,13 @@ import shlex
 
 from heads.export.card import ServeFacts, Serving
 from heads.export.format import Format
-from heads.export.paper import PaperEagle3Layout, PaperEagleLayout, PaperMedusaLayout
+from heads.export.paper import (
+    PaperEagle3Layout,
+    PaperEagleLayout,
+    PaperMedusaLayout,
+    SGLangMTPLayout,
+    TensorRTMedusaLayout,
+)
 from heads.export.weights import PICKLED
 
 _AUTHORS, _OLD_ROPES = "the authors' code", ("default", "linear", "dynamic")
@@ -32,10 +38,7 @@ def original(facts: ServeFacts) -> Serving:
     """The line of Python that loads it in its authors' repository."""
     if facts.method == "medusa":
         load = f"from medusa.model.medusa_model import MedusaModel; MedusaModel.from_pretrained({facts.folder!r})"
-        note = (
-            f"The repository is FasterDecoding/Medusa; TensorRT-LLM's converter takes the folder too (examples/medusa, "
-            f"`--medusa_model_dir {shlex.quote(facts.folder)}`)."
-        )
+        note = "The repository is FasterDecoding/Medusa."
     else:
         paths = f"base_model_path={facts.target!r}, ea_model_path={facts.folder!r}"
         which = f"use_eagle3={facts.method == 'eagle3'}"
@@ -45,12 +48,52 @@ def original(facts: ServeFacts) -> Serving:
 
 
 def tensorrt_llm(facts: ServeFacts) -> Serving:
-    """JSON is YAML, so the options fit on the line."""
+    """EAGLE-3 by the PyTorch backend. JSON is YAML, so the options fit on the line."""
+    if facts.method == "medusa":
+        return tensorrt_medusa(facts)
     config = {"decoding_type": "Eagle3", "max_draft_len": facts.gamma, "speculative_model": facts.folder}
     options = json.dumps({"speculative_config": {**config, **facts.overrides}})
     command = f"trtllm-serve {shlex.quote(facts.target)} --extra_llm_api_options <(echo {shlex.quote(options)})"
     note = f"The options are those of TensorRT-LLM 1.4; older ones have `speculative_model_dir`. {_COUNTERS}"
     return Serving("tensorrt-llm", command, note, ran=False)
+
+
+def tensorrt_medusa(facts: ServeFacts) -> Serving:
+    """Medusa by an engine that is built first, with a chain of γ first choices."""
+    engine, chain = f"{facts.folder}.engine", [[0] * length for length in range(1, facts.gamma + 1)]
+    convert = {
+        "model_dir": facts.target,
+        "medusa_model_dir": facts.folder,
+        "output_dir": f"{facts.folder}.trtllm",
+        "dtype": facts.dtype,
+        **facts.overrides,
+    }
+    build = {
+        "checkpoint_dir": f"{facts.folder}.trtllm",
+        "output_dir": engine,
+        "gemm_plugin": facts.dtype,
+        "speculative_decoding_mode": "medusa",
+        "max_batch_size": 4,
+    }
+    ask = {
+        "engine_dir": engine,
+        "tokenizer_dir": facts.target,
+        "medusa_choices": json.dumps(chain),
+        "temperature": 1.0,
+        "max_output_len": 100,
+        "input_text": "Once upon",
+    }
+    steps = {"python convert_checkpoint.py": convert, "trtllm-build": build, "python ../run.py": ask}
+    lines = [
+        " ".join([program, *(f"--{name} {shlex.quote(str(value))}" for name, value in options.items())])
+        for program, options in steps.items()
+    ]
+    note = (
+        "Run it in examples/medusa of TensorRT-LLM with absolute paths: its engines decode with Medusa, greedily, its "
+        "PyTorch backend does not. The converter takes targets of the Llama and Mixtral families, and of Qwen2 with "
+        "`--model_type qwen2`."
+    )
+    return Serving("tensorrt-llm", "\n".join(lines), note, ran=False)
 
 
 def llama_cpp(facts: ServeFacts) -> Serving:
@@ -70,6 +113,7 @@ SGLANG = Format(
     (
         PaperEagle3Layout("SGLang", "EAGLE3", taps="config"),
         PaperEagleLayout("SGLang", "EAGLE", "LlamaForCausalLMEagle", bias=True),
+        SGLangMTPLayout(),
     ),
     sglang,
 )
@@ -88,7 +132,10 @@ TENSORRT_LLM = Format(
     "tensorrt_llm",
     "tensorrt_llm",
     "TensorRT-LLM",
-    (PaperEagle3Layout("TensorRT-LLM", "eagle3", flags=("fc_norm", "norm_output"), taps="told"),),
+    (
+        PaperEagle3Layout("TensorRT-LLM", "eagle3", flags=("fc_norm", "norm_output"), taps="told"),
+        TensorRTMedusaLayout("TensorRT-LLM"),
+    ),
     tensorrt_llm,
 )
 LLAMA_CPP = Format(

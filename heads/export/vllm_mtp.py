@@ -50,11 +50,6 @@ class MTPLayout(Layout):
         sizes = arguments["sizes"]
         if arguments["final_norm"]:
             kind: dict[str, Any] = {"architectures": _MIMO, "model_type": "qwen2"}
-            if sizes["head_dim"] * sizes["num_attention_heads"] != sizes["hidden_size"]:
-                raise UserError(
-                    f"vLLM's MiMo layout needs heads of width D / heads, not {sizes['head_dim']}; train the head with "
-                    f"head.final_norm=false."
-                )
         else:
             kind = {"architectures": _ERNIE, "model_type": "ernie4_5_moe", "use_bias": False}
         return {
@@ -63,6 +58,19 @@ class MTPLayout(Layout):
             "num_nextn_predict_layers": 1,
             **self.llama_settings(arguments),
         }
+
+    def check(self, head: DraftHead) -> None:
+        super().check(head)
+        self.check_module(head.arguments)
+
+    def check_module(self, arguments: Mapping[str, Any]) -> None:
+        """Raises UserError where the server has no such module."""
+        sizes = arguments["sizes"]
+        if arguments["final_norm"] and sizes["head_dim"] * sizes["num_attention_heads"] != sizes["hidden_size"]:
+            raise UserError(
+                f"vLLM's MiMo layout needs heads of width D / heads, not {sizes['head_dim']}; train the head with "
+                f"head.final_norm=false."
+            )
 
     def completed(self, config: Mapping[str, Any], of_target: OfTarget) -> dict[str, Any]:
         return llama_sizes(config)
