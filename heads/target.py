@@ -6,12 +6,14 @@ run a block of tokens over a cache. It does not know what the features are for.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,11 +169,14 @@ class FrozenTarget:
 
     def drop_layers(self) -> None:
         """Give back the memory of the decoder layers, for a caller that needs `weights` and what is known of the target
-        only: `forward` is at an end."""
+        only: `forward` is at an end. `weights` taken before keep the file in memory that they lie in."""
         for module in list(self.model.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.ModuleList) and len(child) == self.num_layers:
                     delattr(module, name)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.clone()  # out of the mapped file, all of whose pages count as ours
+        _give_back()
 
     @torch.inference_mode()
     def forward(
@@ -429,6 +434,13 @@ def _resolve(path: str, gguf_file: str | None) -> tuple[str, str | None]:
         return snapshot_download(path, allow_patterns=patterns), gguf_file
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise UserError(message) from error
+
+
+def _give_back() -> None:
+    """Hand freed memory back to the system, which the C library keeps otherwise; only glibc has this call."""
+    gc.collect()
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:

@@ -1,24 +1,29 @@
 """Speed, measured in one run against what it is compared with. Never a pass or fail; the ratios are the result.
 
 python -m scripts.bench bench=train head=eagle3
+python -m scripts.bench bench=train_growth head=eagle3
+python -m scripts.bench bench=train_peer peer_python=<python with speculators>
 python -m scripts.bench bench=decode name=demo
 python -m scripts.bench bench=peers name=demo
 python -m scripts.bench bench=collect name=demo
+python -m scripts.bench bench=features name=demo serve_python=.venv-serve/bin/python
 python -m scripts.bench bench=cost name=demo
 python -m scripts.bench bench=prediction name=demo
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from scripts.common import build_head, load_target, script
 from scripts.costs import bench_cost, bench_prediction
 from scripts.settings import build, check_value, generation_settings, plain
+from scripts.train_turns import bench_train_growth, bench_train_peer
 
 # Every setting of conf/bench/*.yaml: its type, and the least that it, or each value of a list, may be.
 SETTINGS: dict[str, tuple[Any, int | None]] = {
@@ -31,8 +36,14 @@ SETTINGS: dict[str, tuple[Any, int | None]] = {
     "max_ngram": (int, 1),
     "draft_layers": (int, 1),
     "batches": (list[int], 1),
+    "steps": (int, 1),
+    "depths": (list[int], 1),
+    "lengths": (list[int], 3),
+    "vocabularies": (list[int | None], 1),
     "contexts": (list[int], 1),
     "gammas": (list[int], 1),
+    "dtypes": (list[str], None),
+    "least": (float, 0),
 }
 _FROM_ZERO = {"prediction": ("gammas",)}  # γ 0, plain decoding, is among what is predicted
 
@@ -40,8 +51,9 @@ _FROM_ZERO = {"prediction": ("gammas",)}  # γ 0, plain decoding, is among what 
 def run(cfg: DictConfig) -> None:
     """The measurement that bench= names."""
     kinds = {"train": bench_train, "decode": bench_decode, "peers": bench_peers}
-    kinds |= {"collect": bench_collect}
+    kinds |= {"collect": bench_collect, "features": bench_features}
     kinds |= {"cost": bench_cost, "prediction": bench_prediction}
+    kinds |= {"train_growth": bench_train_growth, "train_peer": bench_train_peer}
     check_settings(cfg, list(kinds))
     kinds[cfg.bench.kind](cfg)
 
@@ -59,9 +71,11 @@ def check_settings(cfg: DictConfig, kinds: Sequence[str]) -> None:
         if name in _FROM_ZERO.get(cfg.bench.kind, ()):
             least = 0
         values = value if isinstance(value, list) else [value]
-        if least is not None and (not values or min(values) < least):
+        if least is not None and (not values or min(one for one in (*values, least) if one is not None) < least):
             what = "some whole numbers, each" if isinstance(value, list) else "a whole number"
             raise UserError(f"bench.{name}={value} is not possible; give bench.{name} {what} ≥ {least}.")
+    if unknown := [one for one in cfg.bench.get("dtypes", ()) if one not in DTYPES]:
+        raise UserError(f"bench.dtypes has {unknown[0]}, which is unknown; choose from {', '.join(DTYPES)}.")
     choices = {"kind": kinds, "dtype": [*DTYPES, None]}
     for name, known in choices.items():
         if (value := cfg.bench.get(name)) not in known and name in cfg.bench:
@@ -84,9 +98,9 @@ def bench_train(cfg: DictConfig) -> None:
     vocab = DraftVocabulary.choose(torch.arange(target.vocab_size, 0, -1), min(size, target.vocab_size))
     head = build_head(cfg, target, vocab)
     target.drop_layers()  # only what the head borrows is needed; the memory is the training's own
-    features = made_up_features(
-        head, hidden_size=target.hidden_size, documents=cfg.bench.documents, length=cfg.bench.length
-    ).to(target.device)
+    head.attach(target.weights)
+    lengths = [cfg.bench.length] * cfg.bench.documents
+    features = made_up_features(head, hidden_size=target.hidden_size, lengths=lengths).to(target.device)
     speed = train_speed(head, features, bf16=cfg.train.mixed_precision == "bf16", repeats=cfg.bench.repeats)
     low, high = speed.spread
     print(
@@ -103,8 +117,6 @@ def bench_train(cfg: DictConfig) -> None:
 
 def bench_collect(cfg: DictConfig) -> None:
     """Collecting against bare forwards, and answers in batches against one prompt at a time."""
-    import tempfile
-
     from scripts.collect import collected_needs
     from scripts.prompts import train_requests
     from training.collect_bench import Pair, collect_speed
@@ -129,6 +141,44 @@ def bench_collect(cfg: DictConfig) -> None:
     print(f"          {len(prompts)} prompts in batches of {generation.batch_size}, {cfg.bench.repeats} repeats")
     line(found.states, f"collected, with the store ({found.states.tokens[0]:,} positions)", "the bare forward")
     line(found.answers, f"answers with their states ({found.answers.tokens[0]:,} tokens)", "generate at batch 1")
+
+
+def bench_features(cfg: DictConfig) -> None:
+    """The states of stored documents by vLLM against those by the target in this process."""
+    from scripts.serving import extraction_settings
+    from training.extracted import ExtractedStates
+    from training.features_bench import compare, reference, stored_documents
+    from training.store import FeatureStore
+
+    store, bench = FeatureStore.open(cfg.features_dir), cfg.bench
+    documents, taps, batch = stored_documents(store, bench.documents), store.needs.taps, cfg.generation.batch_size
+    print(f"bench     states of {len(documents)} documents of {store.folder}, by vLLM and here in turn", flush=True)
+    logged = OmegaConf.merge(cfg, {"collect": {"features": "vllm", "answers": "logged", "states": "stored"}})
+    truth = reference(load_target(cfg, "float32"), documents, taps, batch)
+    for dtype in bench.dtypes:
+        target = load_target(cfg, dtype)
+        with (
+            tempfile.TemporaryDirectory(dir=cfg.run_dir, prefix=".bench-") as folder,
+            ExtractedStates(extraction_settings(logged), folder=folder) as reader,
+        ):
+            exact = None if dtype == "float32" else truth
+            how = {"taps": taps, "batch": batch, "repeats": bench.repeats, "least": bench.least, "truth": exact}
+            found = compare(target, reader, documents, **how)
+        (theirs, ours), (ratio, low, high) = found.speed.rates, found.speed.ratio
+        print(
+            f"          {dtype}: vLLM {reader.version} {theirs:,.0f} tokens/s, here {ours:,.0f} = {ratio:.2f}× "
+            f"({low:.2f} … {high:.2f}), after {reader.load_seconds:.0f} s of loading; tokens equal in "
+            f"{found.same_tokens}/{len(documents)} documents; log-sum-exps differ by at most {found.lse:.4f}",
+            flush=True,
+        )
+        pairs = {"vLLM, here": found.likeness, "vLLM, float32": found.vllm, "here, float32": found.here}
+        for title, sides in pairs.items():
+            for name, one in sides.items():
+                (document, position, token), below = one.place, f"{one.below}/{one.count:,} below {bench.least},"
+                print(
+                    f"            {title}, boundary {name}: cosine ≥ {one.lowest:.5f}, median {one.median:.6f}, "
+                    f"{below} lowest: document {document}, position {position}, token {token}"
+                )
 
 
 def bench_decode(cfg: DictConfig) -> None:

@@ -6,6 +6,7 @@ python -m scripts.collect target=custom target.path=my/model traffic=jsonl traff
 python -m scripts.collect name=mine traffic=files traffic.path=logs/ collect.answers=logged
 python -m scripts.collect name=mine verify=true
 python -m scripts.collect name=mine collect.engine=openai collect.url=http://localhost:8000/v1
+python -m scripts.collect name=mine traffic=files traffic.path=logs/ collect.answers=logged collect.features=vllm
 accelerate launch --num_processes 8 -m scripts.collect name=mine
 """
 
@@ -22,6 +23,7 @@ from omegaconf import DictConfig
 
 from scripts.common import CRASHED, head_needs, is_main, launched_peers, load_target, script
 from scripts.ranges import check_head, check_target
+from scripts.serving import extraction_settings, states_reader
 from scripts.settings import build, generation_settings, plain, server_settings, storage_settings
 
 if TYPE_CHECKING:
@@ -31,17 +33,20 @@ if TYPE_CHECKING:
     from training.served import AnswerServer
 
 HOW = {
-    "openai": "{url} answers; the states come from one pass of the target over its answers, in {dtype}",
+    "openai": "{url} answers; the states come from one pass of {reader} over its answers, in {dtype}",
     "regenerate": "the target answers in {dtype}",
-    "logged": "the answers are those of the logs, off-policy unless this target wrote them; its states in {dtype}",
+    "logged": "the answers are those of the logs, off-policy unless this target wrote them; its states by {reader} in "
+    "{dtype}",
 }
+READERS = {"transformers": "the target", "vllm": "vLLM"}
 KEPT = {"stored": "", "online": "; the states are not kept, training computes them"}
 
 
 def run(cfg: DictConfig) -> None:
     """Fill traffic_dir and features_dir, as one of the processes of a launch or alone; what is finished is used as it
     is."""
-    from heads.artifact import UserError
+    from heads.artifact import MANIFEST, UserError
+    from heads.foreign import check_interpreter
     from training.remote import is_remote
     from training.traffic import write_traffic
 
@@ -53,6 +58,9 @@ def run(cfg: DictConfig) -> None:
     server_settings(cfg)  # refuses what would fail after the prompts have been read
     storage_settings(cfg)
     generation_settings(cfg)
+    reads = extraction_settings(cfg)
+    if reads is not None and not (Path(cfg.features_dir) / MANIFEST).is_file():
+        check_interpreter(reads.python)
     check_head(cfg, build(cfg, "head", _partial_=True))
     peers = launched_peers(cfg)
     if peers.main:
@@ -82,7 +90,10 @@ def fill_features(cfg: DictConfig, peers: Peers) -> None:
             if peers.main:  # for all: together they are one collector
                 stack.enter_context(locked(features, "collects into"))
         server = answer_server(cfg, target, peers.rank)
-        how = HOW["openai" if server else cfg.collect.answers].format(dtype=cfg.target.dtype, url=cfg.collect.url)
+        reader = states_reader(cfg, peers.rank)
+        how = HOW["openai" if server else cfg.collect.answers].format(
+            dtype=cfg.target.dtype, url=cfg.collect.url, reader=READERS[cfg.collect.features]
+        )
         say(f"features  {how}{KEPT[storage.states]}")
         manifest = collect(
             target=target,
@@ -95,10 +106,13 @@ def fill_features(cfg: DictConfig, peers: Peers) -> None:
             verified=cfg.collect.verify,
             peers=peers,
             server=server,
+            reader=reader,
             config=plain(cfg),
         )
     if server is not None and server.counts:  # of this process
         say(f"          {', '.join(f'{what}: {count:,}' for what, count in server.counts.most_common())}")
+    if manifest.get("cut_off"):
+        say(f"          {manifest['cut_off']} answers were cut off: they do not end with an end token of the target")
     say(
         f"          {manifest['documents']} answers, {manifest['supervised_tokens']:,} tokens to learn from "
         f"({manifest['tokens']:,} with prompts)\n{'':10}in {features}"

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def held_out_requests(cfg: DictConfig) -> list[Request]:
-    """The first turn of every held-out conversation, as the server would see it; prompts that are too long, or that the
-    chat template refuses, are counted aloud and left out."""
+    """The first turn of every held-out conversation, as the server would see it; prompts that are too long, refused by
+    the chat template, or with ids outside the vocabulary are counted aloud and left out."""
     from training.traffic import load_traffic
 
     held_out = load_traffic(cfg.traffic_dir).held_out
     fitting = first_turns(cfg, held_out)
     if len(fitting) < len(held_out):
         longest = generation_settings(cfg).max_prompt_tokens
-        why = f"prompts over {longest} tokens, or refused by the chat template"
+        why = f"prompts over {longest} tokens, refused by the chat template, or with ids outside the vocabulary"
         print(f"          {len(held_out) - len(fitting)} left out: {why}", flush=True)
     return fitting
 
@@ -60,7 +60,8 @@ def tokenizer_of(cfg: DictConfig) -> Any:
 
 
 def first_turns(cfg: DictConfig, conversations: Sequence[Conversation]) -> list[Request]:
-    """The first turns of conversations as requests, without those that are too long or that the chat template refuses.
+    """The first turns of conversations as requests, without those that are too long, that the chat template refuses, or
+    whose ids the tokenizer does not know.
 
     Raises UserError when it refuses them all.
     """
@@ -71,7 +72,12 @@ def first_turns(cfg: DictConfig, conversations: Sequence[Conversation]) -> list[
     tokenizer, template = tokenizer_of(cfg), plain(cfg.target)["template"]
     requests: list[Request] = []
     refusal: UserError | None = None
+    known = len(tokenizer)
     for item in conversations:
+        if item.ids:
+            if max(item.prompt_ids()) < known:
+                requests.append(Request(item.id, item.slice, item.prompt_ids()))
+            continue
         try:
             prompt = render(tokenizer, item.messages(), tools=item.tools, template=template)
         except UserError as error:

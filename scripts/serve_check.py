@@ -39,10 +39,10 @@ def run(cfg: DictConfig) -> bool:
     from rich.console import Console
 
     from eval.damage import damage
-    from eval.server import check_interpreter
     from eval.server_check import overview
     from heads.artifact import MANIFEST, UserError, write_manifest
     from heads.export.folder import check_export
+    from heads.foreign import check_interpreter
     from scripts import pipeline
     from scripts.prompts import some_requests
 

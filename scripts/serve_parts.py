@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from scripts.common import load_target
+from scripts.serving import served_target
 from scripts.settings import plain
 
 if TYPE_CHECKING:
@@ -135,16 +136,9 @@ def _limits(cfg: DictConfig, target: FrozenTarget) -> Limits:
 def server(cfg: DictConfig, dtype: str, manifest: Mapping[str, Any]) -> Server:
     """vLLM over the target of the config, which must be a folder that vLLM can load too."""
     from eval.server import Server
-    from heads.artifact import UserError
 
-    target = str(cfg.target.path)
-    if cfg.target.gguf_file or cfg.target.adapter or target.endswith(".gguf"):
-        raise UserError(
-            f"The target {target} is a GGUF file or has an adapter, which is not served here; save it as one folder."
-        )
-    path = str(Path(target).resolve()) if Path(target).is_dir() else target
     told = {"method": manifest["method"], "overrides": manifest["target_overrides"]}
-    return Server(cfg.serve_python, path, dtype, **told, batch=cfg.batch, timeout=cfg.timeout)
+    return Server(cfg.serve_python, served_target(cfg), dtype, **told, batch=cfg.batch, timeout=cfg.timeout)
 
 
 def check_settings(cfg: DictConfig) -> ServedLaw:

@@ -35,8 +35,9 @@ _WORDS: dict[Any, str] = {
 }
 _ENGINES = ("transformers", "openai")
 ANSWERS = ("regenerate", "logged")
+_FEATURES = ("transformers", "vllm")
 _COLLECT: dict[str, Any] = {
-    **dict.fromkeys(("answers", "states", "dtype", "engine"), str),
+    **dict.fromkeys(("answers", "states", "dtype", "engine", "features"), str),
     **dict.fromkeys(("url", "model"), str | None),
     **dict.fromkeys(("concurrency", "tries"), int),
     **{"taps": list[int], "verify": bool, "timeout": float},
@@ -90,12 +91,15 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
         if not cfg[name].strip():
             raise UserError(f"{name}= is empty; give a folder such as {name}=runs/mine, or leave it out.")
     check_value("verify", cfg.verify, bool)
+    check_value("serve_python", cfg.serve_python, str)
     for key, value in plain(cfg.collect).items():
         if key not in _COLLECT:
             raise UserError(f"There is no setting collect.{key}; there are {', '.join(sorted(_COLLECT))}.")
         check_value(f"collect.{key}", value, _COLLECT[key])
     if cfg.collect.answers not in ANSWERS:
         raise UserError(f"collect.answers={cfg.collect.answers} is unknown; choose {' or '.join(ANSWERS)}.")
+    if cfg.collect.features not in _FEATURES:
+        raise UserError(f"collect.features={cfg.collect.features} is unknown; choose {' or '.join(_FEATURES)}.")
 
 
 def build(cfg: DictConfig, key: str, **more: Any) -> Any:
@@ -145,10 +149,16 @@ def lora_settings(cfg: DictConfig) -> LoraSettings | None:
 
 def generation_settings(cfg: DictConfig) -> Generation:
     """How the target answers, out of generation and seed."""
+    from heads.artifact import UserError
     from training.regenerate import Generation
 
     values = plain(cfg.generation)
     check_call(Generation, "generation", values, elsewhere=("seed",))
+    if values["answers"] > 1 and cfg.collect.answers != "regenerate":
+        raise UserError(
+            f"generation.answers={values['answers']} has the target write several, but collect.answers="
+            f"{cfg.collect.answers} has it write none; leave one of them out."
+        )
     return Generation(seed=cfg.seed, **values)
 
 
@@ -196,11 +206,13 @@ def check_all(cfg: DictConfig) -> None:
     from heads.artifact import UserError
     from heads.checkpoint import read_facts
     from heads.target import FrozenTarget
+    from scripts.serving import extraction_settings
 
     train_settings(cfg)
     generation_settings(cfg)
     storage_settings(cfg)
     server_settings(cfg)
+    extraction_settings(cfg)
     build(cfg, "eval", seed=cfg.seed)
     target = {name: plain(cfg.target)[name] for name in cfg.target if not OmegaConf.is_missing(cfg.target, str(name))}
     check_call(FrozenTarget.load, "target", target)

@@ -71,6 +71,7 @@ def _train_on(cfg: DictConfig, store: FeatureStore, settings: TrainSettings) -> 
     on_eval = None if settings.eval_every is None else evaluation(cfg, head, target, main)
     # Without its layers the target's memory is the training's own.
     source = feature_source(store, head.needs, target, keep_layers=on_eval is not None and main)
+    head.attach(target.weights)  # where the layers are given back, what it borrows has moved
     learning = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
     more = f" and an adapter of {learning / 1e6:.2f} M, which learns alone" if adapter else ""
     covered = vocab.coverage(store.token_counts().supervised_V)

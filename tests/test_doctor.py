@@ -202,7 +202,7 @@ def test_training_costs_what_torch_counts(place: e2e.Place, target: FrozenTarget
     cfg = e2e.config(*e2e.uses(place.target, place.traffic), f"head={name}", "head.from_target=false")
     vocab = DraftVocabulary.identity(target.vocab_size)
     head = build_head(cfg, target, vocab)
-    made = made_up_features(head, hidden_size=target.hidden_size, documents=4, length=48)
+    made = made_up_features(head, hidden_size=target.hidden_size, lengths=[48] * 4)
     features = replace(made, taps_TE=made.taps_TE.float(), last_TD=made.last_TD.float())
     with FlopCounterMode(display=False) as counter:
         head.loss(features).loss.backward()

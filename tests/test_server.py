@@ -20,11 +20,12 @@ from safetensors.torch import load_file
 from eval.acceptance import VllmCounters, vllm_counters
 from eval.damage import CONTROLS, DAMAGE, damage
 from eval.decode import DecodeSettings, Request, decode
-from eval.server import DRIVER, Limits, Server, ask, check_interpreter, read_answer, to_trace
+from eval.server import DRIVER, Limits, Server, ask, read_answer, to_trace
 from eval.server_check import acceptance_length, check, compare, to_lines
 from eval.trace import RequestTrace, Round, parse_traces
 from heads.artifact import UserError, write_manifest
 from heads.export.folder import export_head
+from heads.foreign import check_interpreter
 from scripts.serve_check import checked_beside
 from tests.servable import SERVABLE, servable
 from tests.simulated_traces import trace_of

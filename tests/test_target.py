@@ -188,3 +188,5 @@ def test_without_its_layers_a_target_lends_what_it_lent(tmp_path: Path) -> None:
     target.drop_layers()
     assert layer() is None and target.weights.lm_head_VD is not None
     assert torch.equal(target.weights.embedding_VD, before.embedding_VD) and target.num_layers == 8
+    assert target.weights.embedding_VD.data_ptr() != before.embedding_VD.data_ptr(), "it keeps the whole file mapped"
+    assert torch.equal(target.weights.lm_head_VD, before.lm_head_VD)

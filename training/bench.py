@@ -9,14 +9,14 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from heads.base import DraftHead, TargetFeatures
-from training.optim import OptimSettings, build_optimizer
+from training.optim import OptimSettings, build_optimizer, clip_gradients
 from training.step import Trainee
 
 _SIDE = 2048
@@ -37,34 +37,47 @@ class TrainSpeed:
     memory: int
 
 
-def train_speed(head: DraftHead, features: TargetFeatures, *, bf16: bool, repeats: int) -> TrainSpeed:
-    """Full optimizer steps on one batch, after a warm-up, in turn with the peak."""
-    model = Trainee(head, bf16=bf16, distributed=False)
-    optimizer = build_optimizer(head, OptimSettings())
+class StepBench:
+    """Full optimizer steps on one batch, after two to warm up; flops: of one step."""
 
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        sums = model(features)
+    def __init__(self, head: DraftHead, features: TargetFeatures, settings: OptimSettings, *, bf16: bool) -> None:
+        self._model = Trainee(head, bf16=bf16, distributed=False)
+        self._optimizer, self._settings = build_optimizer(head, settings), settings
+        self._features, self._device = features, features.ids_T.device
+        self._dtype = torch.bfloat16 if bf16 else torch.float32
+        with FlopCounterMode(display=False) as counter:
+            self._step()
+        self.flops = float(counter.get_total_flops())
+        self._step()
+        self.peak = 0.0  # the best FLOP/s of a multiplication up to now
+
+    def turn(self, steps: int) -> tuple[float, float]:
+        """(seconds of so many steps, their share of the matmul peak measured right before)."""
+        peak = matmul_peak(self._dtype, self._device)
+        self.peak = max(self.peak, peak)
+        seconds = _timed(lambda: [self._step() for _ in range(steps)], self._device)
+        return seconds, steps * self.flops / seconds / peak
+
+    def _step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        sums = self._model(self._features)
         (sums.loss / sums.count).backward()
-        optimizer.step()
+        clip_gradients(self._model.trainable, self._settings)
+        self._optimizer.step()
 
-    with FlopCounterMode(display=False) as counter:
-        step()
-    flops = float(counter.get_total_flops())
-    step()
-    seconds, peaks = [], []
-    for _ in range(repeats):
-        peaks.append(matmul_peak(torch.bfloat16 if bf16 else torch.float32, features.ids_T.device))
-        seconds.append(_timed(step, features.ids_T.device))
-    rates = [len(features.ids_T) / second for second in seconds]
-    shares = [flops / second / peak for second, peak in zip(seconds, peaks, strict=True)]
+
+def train_speed(head: DraftHead, features: TargetFeatures, *, bf16: bool, repeats: int) -> TrainSpeed:
+    """Steps on one batch, in turn with the peak."""
+    bench = StepBench(head, features, OptimSettings(), bf16=bf16)
+    turns = [bench.turn(1) for _ in range(repeats)]
+    rates = [len(features.ids_T) / seconds for seconds, _ in turns]
     return TrainSpeed(
         tokens_per_second=statistics.median(rates),
         spread=(min(rates), max(rates)),
         supervised=features.supervised_T.float().mean().item(),
-        flops=flops,
-        share=statistics.median(shares),
-        peak=max(peaks),
+        flops=bench.flops,
+        share=statistics.median(share for _, share in turns),
+        peak=bench.peak,
         memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
@@ -75,14 +88,18 @@ def matmul_peak(dtype: torch.dtype, device: torch.device, tries: int = 4) -> flo
     return max(2 * _SIDE**3 / _timed(lambda: a @ a, device) for _ in range(tries))
 
 
-def made_up_features(head: DraftHead, *, hidden_size: int, documents: int, length: int) -> TargetFeatures:
-    """A batch of random states and ids; the first third of each document is the prompt."""
-    total = documents * length
+def made_up_features(
+    head: DraftHead, *, hidden_size: int, lengths: Sequence[int], prompt_share: float = 1 / 3
+) -> TargetFeatures:
+    """A batch of random states and ids, packed; the first `prompt_share` of each document is the prompt."""
+    total = sum(lengths)
+    place_T = torch.cat([torch.arange(length) for length in lengths])
+    prompt_T = torch.cat([torch.full((length,), int(length * prompt_share)) for length in lengths])
     last_TD = torch.randn(total, hidden_size).bfloat16()
     return TargetFeatures(
         ids_T=head.vocab.ids_W[torch.randint(len(head.vocab.ids_W), (total,))],
-        supervised_T=(torch.arange(total) % length) >= length // 3,
-        lengths=(length,) * documents,
+        supervised_T=place_T >= prompt_T,
+        lengths=tuple(lengths),
         taps_TE=torch.randn(total, len(head.needs.taps) * hidden_size).bfloat16(),
         last_TD=last_TD,
         lse_T=torch.full((total,), 10.0),

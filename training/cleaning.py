@@ -72,6 +72,11 @@ class Cleaning:
                     f"traffic.phone_region={self.phone_region} is no country; give two letters such as US, or null."
                 )
 
+    def in_force(self) -> list[str]:
+        """The settings that are not as usual. All work on text."""
+        usual, own = vars(Cleaning()), {**vars(self), "redact": tuple(self.redact)}
+        return [name for name, value in own.items() if value != usual[name]]
+
     def length_problem(self, conversation: Conversation) -> str | None:
         """Why a conversation is too short or too long, if it is."""
         characters = conversation.characters()

@@ -28,6 +28,7 @@ import torch
 from heads.artifact import UserError
 from heads.base import FeatureNeeds
 from heads.target import FrozenTarget
+from training.extracted import ExtractedStates
 from training.logged import Logged
 from training.processes import Peers
 from training.progress import Progress
@@ -35,7 +36,7 @@ from training.regenerate import Generation, seed_of
 from training.requests import Request, RequestSource, Written
 from training.served import AnswerServer
 from training.served_answers import Served
-from training.states import Answer
+from training.states import Answer, StatesReader, known_states
 from training.store import STORED, Storage, check_disk, estimate_bytes
 from training.store_writer import Document, StoreWriter, wider_needs
 from training.traffic import LOGGED, REGENERATE, Conversation, fingerprint
@@ -55,6 +56,7 @@ def collect(
     verified: bool = True,
     peers: Peers | None = None,
     server: AnswerServer | None = None,
+    reader: ExtractedStates | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Fill the features folder, or go on filling it, and return its manifest; a finished one is returned at
@@ -63,7 +65,8 @@ def collect(
 
     answers: REGENERATE, or LOGGED for those that the conversations bring. verified: whether a finished folder's files
     are compared with their checksums, and what is damaged made again. peers: the processes that share the work, all of
-    which call this. server: what writes the answers in the target's place.
+    which call this. server: what writes the answers in the target's place; reader: what computes their states in its
+    place, which answers that the target writes here do not need.
     Raises UserError when the folder belongs to other settings, target or traffic, when the disk is too small,
     and when no conversation could be used.
     """
@@ -71,17 +74,27 @@ def collect(
     with peers.step():
         needs.check(target.num_layers)
         needs = FeatureNeeds(last=False) if storage.states == "online" else wider_needs(folder, needs)
-        target.render([{"role": "user", "content": "?"}])  # without a chat template nothing can be asked
+        storage.check(needs)
+        if any(conversation.ids for conversation in conversations) and answers != LOGGED:
+            raise UserError(
+                "Some of the traffic is token ids, which the target cannot answer anew; set collect.answers=logged."
+            )
+        if not all(conversation.ids for conversation in conversations):
+            target.render([{"role": "user", "content": "?"}])  # without a chat template nothing can be asked
         source: RequestSource
+        states: StatesReader = known_states if reader is None else reader
         if answers == LOGGED:
-            source = Logged(target, conversations, generation=generation, taps=needs.taps)
+            source = Logged(target, conversations, generation=generation, taps=needs.taps, states=states)
             how: dict[str, Any] = {"answers": LOGGED, "generation": source.settings}
         elif server is not None:
-            source = Served(target, conversations, generation=generation, taps=needs.taps, server=server)
+            source = Served(target, conversations, generation=generation, taps=needs.taps, server=server, states=states)
             how = {"engine": "openai", "generation": asdict(generation)}
         else:
+            assert reader is None, "answers that are written here have their states"
             source = Written(target, conversations, generation=generation, taps=needs.taps)
             how = {"generation": asdict(generation)}
+        if reader is not None:
+            how["features"] = "vllm"
         settings = {
             "needs": {"taps": list(needs.taps), "last": needs.last},
             "collect": asdict(storage),
@@ -101,7 +114,7 @@ def collect(
         assert manifest is not None
         logger.info("%s is complete: %d documents are used as they are", folder, manifest["documents"])
         return manifest
-    with server or contextlib.nullcontext():
+    with server or contextlib.nullcontext(), reader or contextlib.nullcontext():
         run.run(conversations, generation, on_policy=answers != LOGGED, config=config)
     manifest = writer.finished()
     assert manifest is not None, "a run that ends has finished the store"
@@ -123,7 +136,8 @@ class _Run:
     ) -> None:
         self.target, self.needs, self.source, self.writer, self.peers = target, needs, source, writer, peers
         self.storage = storage
-        self.answers: dict[str, list[str]] = {}
+        self.answers: dict[str, list[str]] = {}  # with which each conversation goes on
+        self.documents = 0
         self.refused: list[dict[str, Any]] = []
         self.shards: list[str] = []
 
@@ -148,15 +162,15 @@ class _Run:
         """Answer all waves and finish the store."""
         self.answers = {conversation.id: [] for conversation in conversations}
         assert len(self.answers) == len(conversations), "the ids of conversations are distinct"
-        turns = self.source.turns
-        with Progress(total=sum(turns), label=self.source.label, shown=self.peers.main) as progress:
+        turns, each = self.source.turns, self.source.answers
+        with Progress(total=sum(turns) * each, label=self.source.label, shown=self.peers.main) as progress:
             for number in range(self.source.waves):
                 self._wave(number, generation, progress)
                 last = number + 1 == self.source.waves
-                progress.advance_to(sum(turns) if last else sum(min(count, number + 1) for count in turns))
+                progress.advance_to(each * (sum(turns) if last else sum(min(count, number + 1) for count in turns)))
         with self.peers.step():
             reasons = Counter(row["reason"] for row in self.refused)
-            if not any(self.answers.values()):
+            if not self.documents:
                 why = "; ".join(f"{reason}: {count}" for reason, count in reasons.most_common()) or "there are none"
                 raise UserError(
                     f"None of the {len(conversations)} conversations gave an answer to learn from ({why}); "
@@ -198,8 +212,11 @@ class _Run:
             index = self.writer.index(name)
             failed = [request for request in batch if request.id in index["failed"]]
             self.refused += [self.source.failed(one, index["failed"][one.id]).to_row() for one in failed]
+            first = {request.id for request in batch if not request.answer}
+            self.documents += len(index["documents"])
             for row in index["documents"]:
-                self.answers[row["conversation"]].append(row["text"])
+                if row["id"] in first:
+                    self.answers[row["conversation"]].append(row["text"])
         self.shards += [name for name, _ in shards]
 
     def _make(self, name: str, batch: Sequence[Request], seed: int, progress: Progress) -> None:
@@ -239,6 +256,7 @@ class _Run:
             conversation=request.conversation.id,
             slice=request.conversation.slice,
             turn=request.turn,
+            answer=request.answer,
             ids_T=answer.ids_T,
             answer_start=answer.answer_start,
             finish_reason=answer.finish_reason,

@@ -83,13 +83,13 @@ def collect_speed(
         writer.add(f"shard-{index:05d}", [str(index)], [_document(answer, needs) for answer in answers], {})
 
     positions = sum(len(document.ids) for batch in documents for document in batch)
-    states = _in_turn(len(batches), repeats, collect, lambda index: bare_forward(target, documents[index]))
+    states = in_turn(len(batches), repeats, collect, lambda index: bare_forward(target, documents[index]))
     counts: list[int] = []
 
     def alone(index: int) -> None:
         counts.extend(one_at_a_time(target, ids, generation) for ids in batches[index])
 
-    answers = _in_turn(
+    answers = in_turn(
         len(batches), repeats, lambda index: _write(target, batches[index], needs, generation), alone, warm=False
     )
     new = sum(len(one.ids_T) - one.answer_start for batch in written for one in batch)
@@ -146,7 +146,7 @@ def _document(answer: Answer, needs: FeatureNeeds) -> Document:
     )
 
 
-def _in_turn(
+def in_turn(
     batches: int, repeats: int, first: Callable[[int], object], second: Callable[[int], object], *, warm: bool = True
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of each repeat over all batches, of both; who begins changes with every batch."""

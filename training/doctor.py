@@ -43,7 +43,7 @@ def look_at_traffic(reading: Reading) -> Section:
             "rows",
             f"{read:,} read, {kept:,} kept, {len(reading.rejected):,} set aside, {reading.over_limit:,} over limit",
         ),
-        ("turns", f"{sum(len(item.turns) for item in reading.conversations):,}"),
+        ("turns", f"{sum(item.count for item in reading.conversations):,}"),
         ("split", f"{len(train):,} conversations to train on, {len(held):,} held out"),
         ("slices", ", ".join(f"{name} {count:,}" for name, count in slices.most_common(6))),
         ("duplicates", f"{duplicates:,} rows are copies; {repeated:,} more begin with a question asked before"),
@@ -178,9 +178,9 @@ def look_at_prompts(
     refused: Counter[str] = Counter()
     for conversation in chosen:
         reached = True  # as in collecting, where a turn is lost with the one before it
-        for turn in range(len(conversation.turns)):
+        for turn in range(conversation.count):
             try:
-                ids = target.render(conversation.messages([""] * turn), tools=conversation.tools)
+                ids = _prompt(target, conversation, turn)
             except UserError as error:
                 refused[str(error)] += 1
                 reached = False
@@ -202,6 +202,12 @@ def look_at_prompts(
     found = _prompt_findings(target, generation, lengths, refused, fitting=len(fitting), good=quantile[2])
     section = Section("prompts", rows, bars=_histogram(lengths), findings=tuple(found))
     return section, Prompts(tuple(fitting), count)
+
+
+def _prompt(target: FrozenTarget, conversation: Conversation, turn: int) -> list[int]:
+    if conversation.ids:
+        return list(conversation.prompt_ids(turn))
+    return target.render(conversation.messages([""] * turn), tools=conversation.tools)
 
 
 def _prompt_findings(

@@ -30,7 +30,7 @@ _BATCH = 8  # prompts that are answered together, or more where more are shown
 _SIZES = (4096, 8192, 16384, 32768)
 _DISK = {
     STORED: "positions · ((taps + last) · width · bytes + 9)",
-    Storage(dtype="fp8"): "positions · ((taps + last) · (width + 4) + 9): states in FP8 (collect.dtype=fp8)",
+    Storage(dtype="fp8"): "positions · (taps · (width + 4) + last · width · bytes + 9): taps in FP8 (collect.dtype)",
     Storage(states="online"): "positions · 5: states are computed in training (collect.states=online)",
 }
 _ENOUGH = 0.98  # share of the tokens that a draft vocabulary should cover
@@ -83,10 +83,11 @@ def look_at_answers(
         ("supervised", f"{answered.supervised:.0%} of the positions: the answer and the token that ends it"),
     ]
     found: list[Finding] = []
-    if encoder is not None:
+    if encoder is not None and not all(conversation.ids for conversation, *_ in chosen):
         same = [
             _as_rendered(target, encoder, conversation, answer)
             for (conversation, *_), answer in zip(chosen, answers, strict=True)
+            if not conversation.ids
         ]
         rows.append(("template", f"renders {sum(same)} of these {len(same)} answers as the tokens the target wrote"))
     if all(len(answer.ids_T) - answer.answer_start <= done for answer, done in zip(answers, ended, strict=True)):
@@ -209,13 +210,14 @@ def workload(
     asked = sum(min(len(ids) + turn * answer, generation.max_prompt_tokens) for _, turn, ids in prompts.fitting)
     factor = conversations / max(1, prompts.conversations)
     work = Workload(
-        prompt_tokens=round(asked * factor),
-        answer_tokens=round(len(prompts.fitting) * answer * factor),
+        prompt_tokens=round(asked * factor * generation.answers),
+        answer_tokens=round(len(prompts.fitting) * answer * factor * generation.answers),
         epochs=training.epochs,
         batch_positions=generation.batch_size * (generation.max_prompt_tokens + generation.max_new_tokens),
         step_positions=-(-training.global_batch_tokens // training.accumulation),
     )
-    return work, f"{conversations:,} conversations, {how}"
+    several = f", {generation.answers} to each turn" if generation.answers > 1 else ""
+    return work, f"{conversations:,} conversations, {how}{several}"
 
 
 def look_at_cost(
@@ -283,6 +285,10 @@ def look_at_cost(
         ),
     )
     found: list[Finding] = []
+    try:
+        storage.check(chosen.needs)
+    except UserError as error:
+        found.append(Finding(True, str(error)))
     if not (planned := estimate(sizes, chosen, work, gpu, storage)).fits:
         found.append(
             Finding(

@@ -2,7 +2,7 @@
 
 With n positions (prompts p, answers a), D the target's width, P its parameters in b bytes each, F sustained FLOP/s:
     disk      n · ((taps + last) · D · b + 9)                       states, ids, mask and log-sum-exp
-              n · ((taps + last) · (D + 4) + 9)                     the states in FP8, with their scales
+              n · (taps · (D + 4) + last · D · b + 9)               the taps in FP8, with their scales
               n · 5                                                 states computed online: ids and mask
     collect   2 · P · (p + g · a) / F                               g: a generated token in prompt tokens
     train     epochs · (6 · M · (a or n) + a · ((6 or 4) · K · W · D + 2 · W · D)) / F

@@ -8,19 +8,22 @@
 * sharegpt: `{"conversations": [{"from": "human", "value": "…"}, …]}` with `system` and `tools` beside them.
 * prompts: `{"prompt": "…"}`, `{"prompt": [messages]}`, or just a text, such as the lines of a .txt file.
 * completion: a prompt and its answer, `{"prompt", "completion"}`; also response, and instruction, input and output.
-* tokens: ids with a mask. They cannot be used: see `_tokens`.
+* tokens: ids with a mask, `{"input_ids": […], "loss_mask": […]}`; also labels (-100 where nothing is supervised),
+  assistant_masks and completion_mask; positions whose attention_mask is 0 are padding. They become no messages.
 
 The module knows neither files nor what comes of the messages.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from training.messages import RowError, flatten
+from training.traffic import stretches
 
 Chat = tuple[list[Any], Any]
 """(messages as they were logged, the tools that were offered)."""
@@ -34,7 +37,10 @@ SHAREGPT_ROLES = {
 }
 _ANSWERS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response"))
 _REQUEST, _RESPONSE = ("request", "body"), ("response", "choices")
+TOKENS = "tokens"
 _IDS = ("input_ids", "token_ids", "prompt_token_ids")
+_MASKS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
+_UNSUPERVISED = -100  # as a label
 
 
 def format_of(row: Any) -> str | None:
@@ -50,7 +56,7 @@ def format_of(row: Any) -> str | None:
         "sharegpt": "conversations" in row or "conversation" in row,
         "completion": any(prompt in row and answer in row for prompt, answer in _ANSWERS),
         "prompts": "prompt" in row,
-        "tokens": any(key in row for key in _IDS),
+        TOKENS: any(key in row for key in _IDS),
     }
     return next((name for name, found in tests.items() if found), None)
 
@@ -154,12 +160,50 @@ def _completion(row: Mapping[str, Any]) -> Chat:
     return [*_prompts({**row, "prompt": asked})[0], *answered], row.get("tools")
 
 
-def _tokens(row: Mapping[str, Any]) -> Chat:
-    """The target answers anew after its own template, and the split goes by what the user said first: ids have neither
-    roles nor turns to do that with, and they do not say which tokenizer they are of."""
-    if not any(key in row for key in _IDS):
+def tokens_of(row: Any) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """The ids of a row, padding left out, and where in them each answer begins and ends. Raises RowError."""
+    if not isinstance(row, dict):
+        raise RowError("not an object")
+    ids = next((row[key] for key in _IDS if key in row), None)
+    mask = next((key for key in _MASKS if row.get(key) is not None), None)
+    if ids is None:
         raise RowError("no token ids")
-    raise RowError("token ids without the text; give the messages that they were made of")
+    if mask is None:
+        raise RowError(f"token ids without a mask ({', '.join(_MASKS)})")
+    if not _are_whole(ids) or min(ids, default=-1) < 0:
+        raise RowError("token ids are not whole numbers from 0")
+    given = {key: row[key] for key in (mask, "attention_mask", "position_ids") if row.get(key) is not None}
+    for key, values in given.items():
+        if not isinstance(values, list) or len(values) != len(ids):
+            raise RowError(f"{key} is not as long as the token ids")
+    supervised = _labelled(ids, given[mask]) if mask == "labels" else _flags(given[mask], mask)
+    real = _flags(given.get("attention_mask", [1] * len(ids)), "attention_mask")
+    places = [place for place, flag in enumerate(real) if flag]
+    order = given.get("position_ids", list(range(len(ids))))
+    if not _are_whole(order) or any(order[a] >= order[b] for a, b in itertools.pairwise(places)):
+        raise RowError("position_ids begin anew within the row; give each conversation a row of its own")
+    answers = stretches(supervised[place] for place in places)
+    if not answers:
+        raise RowError("nothing is supervised")
+    if answers[0][0] == 0:
+        raise RowError("no prompt before the first supervised token")
+    return tuple(ids[place] for place in places), answers
+
+
+def _labelled(ids: list[int], labels: list[Any]) -> list[bool]:
+    if any(label not in (_UNSUPERVISED, index) for label, index in zip(labels, ids, strict=True)):
+        raise RowError(f"labels are neither {_UNSUPERVISED} nor the token id at their place")
+    return [label != _UNSUPERVISED for label in labels]
+
+
+def _flags(mask: list[Any], name: str) -> list[bool]:
+    if any(flag not in (0, 1) for flag in mask):
+        raise RowError(f"{name} holds something else than 0 and 1")
+    return [flag == 1 for flag in mask]
+
+
+def _are_whole(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in values)
 
 
 def _system(row: Mapping[str, Any]) -> list[Any]:
@@ -178,5 +222,4 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], Chat]] = {
     "sharegpt": _sharegpt,
     "prompts": _prompts,
     "completion": _completion,
-    "tokens": _tokens,
 }

@@ -1,4 +1,4 @@
-"""States in 8 bits: float8_e4m3fn (4 bits of exponent, 3 of mantissa) with one float32 scale per state and position.
+"""Taps in 8 bits: float8_e4m3fn (4 bits of exponent, 3 of mantissa) with one float32 scale per tap and position.
 
 The scale puts a state's largest entry on the format's largest number, so that one outlier channel costs the others no
 more than it must: entries down to 2^-15 of it keep a relative error of at most 2^-4, smaller ones an absolute one.

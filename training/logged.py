@@ -1,6 +1,7 @@
 """Answers as they were logged: whatever wrote them, their ids and mask, and the target's states of them.
 
-A document is one answered turn, as for answers that the target writes, with ids and mask by `training.chat`. What
+A document is one answered turn, as for answers that the target writes, with ids and mask by `training.chat`; or, of
+traffic that is token ids with a mask already, one supervised stretch after all that stands before it. What
 cannot be masked is refused with its reason, and costs no other turn: the log says how it went on. Learning from them is
 off-policy where something else than the target as it is served now wrote them.
 """
@@ -11,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from heads.target import FrozenTarget
 from training.chat import ChatEncoder, Encoded
+from training.logged_ids import Plausible, documents_of_ids
 from training.regenerate import Generation
 from training.requests import Refusal, Request
-from training.states import Answer, known_states
+from training.states import Answer, StatesReader, known_states
 from training.traffic import Conversation
 
 _TOGETHER = 1 << 14  # positions of one forward, padding counted
@@ -24,7 +26,7 @@ class Logged:
 
     label = "collect"
     remedy = "set collect.answers=regenerate, raise generation.max_prompt_tokens, or choose another traffic="
-    waves = 1
+    waves, answers = 1, 1
 
     def __init__(
         self,
@@ -33,18 +35,24 @@ class Logged:
         *,
         generation: Generation,
         taps: Sequence[int],
+        states: StatesReader = known_states,
     ) -> None:
         self._target, self._taps, self._longest = target, taps, generation.max_prompt_tokens
+        self._states = states
         self.settings = {"max_prompt_tokens": generation.max_prompt_tokens, "batch_size": generation.batch_size}
-        self.turns = [len(conversation.turns) for conversation in conversations]
-        encoder = ChatEncoder.of(target)
+        self.turns = [conversation.count for conversation in conversations]
+        encoder = ChatEncoder.of(target) if not all(one.ids for one in conversations) else None
+        self._plausible = Plausible(target)
         self._requests: list[Request] = []
         self._refused: list[Refusal] = []
         for conversation in conversations:
             self._take(conversation, encoder)
 
-    def _take(self, conversation: Conversation, encoder: ChatEncoder) -> None:
-        documents = encoder.attempts(conversation.logged, tools=conversation.tools)
+    def _take(self, conversation: Conversation, encoder: ChatEncoder | None) -> None:
+        if conversation.ids or encoder is None:
+            documents = documents_of_ids(self._target, conversation)
+        else:
+            documents = encoder.attempts(conversation.logged, tools=conversation.tools)
         for turn, document in enumerate(documents):
             reason = document if isinstance(document, str) else self._unfit(document)
             if isinstance(document, str):
@@ -55,7 +63,7 @@ class Logged:
                 self._requests.append(request)
             else:
                 self._refused.append(self.failed(request, reason))
-        if (missing := len(conversation.turns) - len(documents)) > 0:
+        if (missing := conversation.count - len(documents)) > 0:
             request = Request(conversation, len(documents))
             self._refused.append(Refusal(request, "no answer in the log", turns_lost=missing))
 
@@ -87,9 +95,13 @@ class Logged:
     def answer(self, batch: Sequence[Request], seed: int) -> list[Answer]:
         """The logged answers with the target's states."""
         documents = [request.known for request in batch if request.known is not None]
-        return [
-            answer for together in _cut(documents) for answer in known_states(self._target, together, taps=self._taps)
+        answers = [
+            answer for together in _cut(documents) for answer in self._states(self._target, together, taps=self._taps)
         ]
+        self._plausible.see(
+            [answer for request, answer in zip(batch, answers, strict=True) if request.conversation.ids]
+        )
+        return answers
 
 
 def _cut(documents: Sequence[Encoded]) -> Iterator[list[Encoded]]:

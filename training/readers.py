@@ -6,6 +6,7 @@ what is set aside or blacked out although it can be read of `training.cleaning`.
 row is accounted for: rows read = conversations + rows set aside + conversations over the limit.
 
 * A format is chosen for each file by its first rows; a row of another format is set aside.
+* Token ids are read only where the logged answers are wanted: the target cannot answer anew after them.
 * A row without an id gets one from its content, so a second, equal row is a duplicate.
 
 The module does not know the split, tokenizers or models. The demonstration prompts are read in `training.demo`.
@@ -23,7 +24,7 @@ from typing import Any
 
 from heads.artifact import UserError
 from training.cleaning import Cleaning, NearDuplicates, redacted_id, redacted_message, redacted_tool
-from training.formats import FORMATS, chat_of, choose_format
+from training.formats import FORMATS, TOKENS, chat_of, choose_format, tokens_of
 from training.messages import RowError, has_empty_answer, logged_of, text_of, tools_of, turns_of
 from training.sources import HUB, RawRow, find_files, read_file, read_hub
 from training.traffic import LOGGED, REGENERATE, Conversation, Reading, Rejected, hash_of, summary
@@ -63,8 +64,9 @@ def read_files(
     """
     if path is None:
         raise UserError("traffic.path is not set; give a file, a folder, a glob or hf://datasets/<name>.")
-    if format not in ("auto", *FORMATS):
-        raise UserError(f"traffic.format={format} is unknown; choose auto or one of {', '.join(FORMATS)}.")
+    if format not in ("auto", *FORMATS, TOKENS):
+        known = ", ".join((*FORMATS, TOKENS))
+        raise UserError(f"traffic.format={format} is unknown; choose auto or one of {known}.")
     if answers not in (REGENERATE, LOGGED):
         raise UserError(f"collect.answers={answers} is unknown; choose {REGENERATE} or {LOGGED}.")
     for name, most in (("rows", rows), ("limit", limit)):
@@ -133,11 +135,27 @@ class Rows:
             return
         chosen = choose_format(row.value for row in first) if form == "auto" else form
         self.formats[chosen] += 1
+        if chosen == TOKENS:
+            self._check_tokens(name)
         logger.info("%s is read as %s (traffic.format=%s)", name, chosen, form)
         for row in itertools.chain(first, rows):
             if row.warning is not None:
                 logger.warning("%s", row.warning)
             self.add(row, chosen)
+
+    def _check_tokens(self, name: str) -> None:
+        """Raises UserError where something is asked for that only text allows."""
+        if not self._keep_answers:
+            raise UserError(
+                f"{name} holds token ids, which the target cannot answer anew; set collect.answers=logged to learn "
+                f"from the answers in them, or give the messages that they were made of."
+            )
+        if of_text := self._cleaning.in_force():
+            setting = f"traffic.{of_text[0]}={vars(self._cleaning)[of_text[0]]}"
+            raise UserError(
+                f"{setting} works on text, but {name} holds token ids; leave it out, or give the messages that they "
+                f"were made of."
+            )
 
     def add(self, row: RawRow, form: str) -> None:
         """One row: a conversation more, or a rejected row more."""
@@ -214,7 +232,14 @@ def parse_row(
     empty. redact: what blacks out a text, before the row gets an id from its content; an id that holds such a
     text becomes a hash. keep_answers: whether the conversation keeps the logged answers.
     """
-    messages, offered = chat_of(row, form or choose_format([row]))
+    form = form or choose_format([row])
+    if form == TOKENS:
+        if not keep_answers:
+            raise RowError("token ids, which only collect.answers=logged can use")
+        ids, answers = tokens_of(row)
+        name, label = _names(row, [ids, answers], slice_field, default_slice, None)
+        return Conversation(name, label, (), ids=ids, answers=answers)
+    messages, offered = chat_of(row, form)
     turns, tools = turns_of(messages), tools_of(offered)
     logged = logged_of(messages) if keep_answers else []
     if not empty_answers and has_empty_answer(messages):
@@ -223,10 +248,18 @@ def parse_row(
         turns = [[redacted_message(message, redact) for message in turn] for turn in turns]
         logged = [redacted_message(message, redact) for message in logged]
         tools = tuple(redacted_tool(tool, redact) for tool in tools)
+    content = [turns, tools, logged] if logged else [turns, tools] if tools else turns
+    name, label = _names(row, content, slice_field, default_slice, redact)
+    return Conversation(name, label, tuple(tuple(turn) for turn in turns), tools, tuple(logged))
+
+
+def _names(
+    row: Any, content: Any, slice_field: str, default_slice: str, redact: Callable[[str], str] | None
+) -> tuple[str, str]:
+    """(id, slice) of a row; an id out of its content where it has none."""
     fields = row if isinstance(row, dict) else {}
     label, name = fields.get(slice_field), fields.get("id", fields.get("custom_id"))
     if name is None:
-        content = [turns, tools, logged] if logged else [turns, tools] if tools else turns
         name = _BY_CONTENT + hash_of("id", json.dumps(content))[:24]
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
@@ -238,7 +271,7 @@ def parse_row(
     name, label = text_of(name), text_of(label)
     if redact is not None:
         name, label = redacted_id(name, redact), redact(label)
-    return Conversation(name, label, tuple(tuple(turn) for turn in turns), tools, tuple(logged))
+    return name, label
 
 
 def _choose(conversations: Iterable[Conversation], limits: int | Mapping[str, int | None] | None) -> list[Conversation]:

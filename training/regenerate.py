@@ -28,14 +28,15 @@ from training.states import Answer, check_finite, log_sum_exp, thinned, with_zer
 class Generation:
     """How answers are written.
 
-    temperature 0 is greedy; top_p keeps the smallest set of tokens with that much probability; max_new_tokens
-    ends an answer that does not end itself; longer prompts than max_prompt_tokens are set aside; batch_size
-    prompts are answered together; seed decides the draws. Nothing else of the target's own generation
-    settings applies (such as a repetition penalty), because the exact decoder knows nothing else.
+    temperature 0 is greedy; top_p keeps the smallest set of tokens with that much probability; answers is how many are
+    drawn for each prompt; max_new_tokens ends an answer that does not end itself; longer prompts than max_prompt_tokens
+    are set aside; batch_size answers are written together; seed decides the draws. Nothing else of the target's own
+    generation settings applies (such as a repetition penalty), because the exact decoder knows nothing else.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
+    answers: int = 1
     max_new_tokens: int = 256
     max_prompt_tokens: int = 1024
     batch_size: int = 32
@@ -45,6 +46,7 @@ class Generation:
         allowed = {
             "temperature": (0 <= self.temperature < math.inf, "≥ 0 and finite"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "answers": (self.answers >= 1, "≥ 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "≥ 1"),
             "max_prompt_tokens": (self.max_prompt_tokens >= 1, "≥ 1"),
             "batch_size": (self.batch_size >= 1, "≥ 1"),
@@ -52,6 +54,11 @@ class Generation:
         for name, (good, rule) in allowed.items():
             if not good:
                 raise UserError(f"generation.{name}={self.__dict__[name]} is not allowed; choose a value {rule}.")
+        if self.answers > 1 and self.temperature == 0:
+            raise UserError(
+                f"generation.answers={self.answers} at generation.temperature=0 would be one answer {self.answers} "
+                f"times; set generation.temperature= above 0, or generation.answers=1."
+            )
 
 
 def seed_of(seed: int, names: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from the logs. Neither knows files, shards or processes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from heads.artifact import UserError
@@ -15,23 +15,25 @@ from heads.target import FrozenTarget
 from training.chat import Encoded
 from training.regenerate import Generation, answer_batch
 from training.states import Answer
+from training.store import document_id
 from training.traffic import Conversation
 
 
 @dataclass(frozen=True)
 class Request:
-    """One turn waiting for its states: ids is the rendered prompt, `known` the whole document where its answer is
-    there already."""
+    """One answer waiting for its states: ids is the rendered prompt, `known` the whole document where its answer is
+    there already. answer: its number, where a turn gets several."""
 
     conversation: Conversation
     turn: int
     ids: tuple[int, ...] = ()
     known: Encoded | None = None
+    answer: int | None = None
 
     @property
     def id(self) -> str:
         """The id its document will have."""
-        return f"{self.conversation.id}#{self.turn}"
+        return document_id(self.conversation.id, self.turn, self.answer)
 
     @property
     def length(self) -> int:
@@ -63,11 +65,15 @@ class Refusal:
 class RequestSource(Protocol):
     """Requests in waves; wave w may need the answers of the waves before it.
 
-    turns: of each conversation; label: what is done, for the progress; remedy: what to change when nothing is left.
+    turns: of each conversation; answers: to each turn; label: what is done, for the progress; remedy: what to change
+    when nothing is left.
     """
 
     @property
     def turns(self) -> Sequence[int]: ...
+
+    @property
+    def answers(self) -> int: ...
 
     @property
     def waves(self) -> int: ...
@@ -95,7 +101,8 @@ class RequestSource(Protocol):
 
 
 class Written:
-    """The target answers every turn anew, each after its own earlier answers: turn w of all conversations is wave w."""
+    """The target answers every turn anew, each after its own earlier answers: turn w of all conversations is wave w. Of
+    several answers to a turn the conversation goes on with the first."""
 
     label = "regenerate"
     remedy = "raise generation.max_prompt_tokens, lower generation.max_new_tokens, or choose another traffic="
@@ -110,7 +117,7 @@ class Written:
     ) -> None:
         self._target, self._conversations, self._generation, self._taps = target, conversations, generation, taps
         self.turns = [len(conversation.turns) for conversation in conversations]
-        self.waves = max(self.turns, default=0)
+        self.waves, self.answers = max(self.turns, default=0), generation.answers
 
     def most_tokens(self) -> int:
         """Positions, taking every answer at its longest."""
@@ -121,7 +128,7 @@ class Written:
                 if isinstance(prompt, str) or len(prompt) > how.max_prompt_tokens:
                     break
                 longest = len(prompt) + turn * how.max_new_tokens
-                tokens += min(longest, how.max_prompt_tokens) + how.max_new_tokens
+                tokens += (min(longest, how.max_prompt_tokens) + how.max_new_tokens) * how.answers
         return tokens
 
     def wave(self, number: int, answers: Mapping[str, Sequence[str]]) -> tuple[list[Request], list[Refusal]]:
@@ -135,15 +142,19 @@ class Written:
             prompt = self._render(conversation, earlier)
             reason = prompt if isinstance(prompt, str) else self._unfit(prompt)
             request = Request(conversation, number, () if isinstance(prompt, str) else tuple(prompt))
-            if reason is None:
+            if reason is not None:
+                refused.append(self.failed(request, reason))
+            elif self.answers == 1:
                 requests.append(request)
             else:
-                refused.append(self.failed(request, reason))
+                requests += [replace(request, answer=answer) for answer in range(self.answers)]
         return requests, refused
 
     def failed(self, request: Request, reason: str) -> Refusal:
-        """The later turns are lost too, as they would follow an answer that there is not."""
-        return Refusal(request, reason, turns_lost=len(request.conversation.turns) - request.turn)
+        """The later turns are lost too, as they would follow an answer that there is not; none is with a turn's further
+        answers."""
+        later = len(request.conversation.turns) - request.turn
+        return Refusal(request, reason, turns_lost=0 if request.answer else later)
 
     def expect(self, requests: Sequence[Request]) -> None:
         """Nothing is done ahead."""

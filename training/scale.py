@@ -31,7 +31,7 @@ TARGETS = {  # Llama 3.1's sizes
 HEADS: dict[str, tuple[type[DraftHead], int]] = {"EAGLE-3": (Eagle3Head, 8192), "MTP": (MTPHead, 128256)}
 STORAGES = {
     "stored, bf16": STORED,
-    "stored, fp8": Storage(dtype="fp8"),
+    "stored, taps fp8": Storage(dtype="fp8"),
     "online": Storage(states="online"),
 }
 WORK = Workload(
@@ -56,6 +56,8 @@ def scale_table() -> str:
         for name in HEADS:
             head = _head_sizes(name, config)
             for states, storage in STORAGES.items():
+                if storage.dtype == "fp8" and not head.needs.taps:
+                    continue  # FP8 is for taps alone
                 found = estimate(target, head, WORK, GPU, storage)
                 gpus = math.ceil(found.memory / (USABLE * GPU.memory))
                 hours = [f"{seconds / 3600:,.1f} h" for seconds in (found.collect_seconds, found.train_seconds)]

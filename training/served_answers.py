@@ -1,4 +1,4 @@
-"""Every turn is answered by a server that serves the target; the states come from one forward over what it said.
+"""Every turn is answered by a server that serves the target; the states come from reading what it said.
 
 All requests of a wave are under way while the states of the first batches are computed. It does not know shards.
 """
@@ -15,7 +15,7 @@ from training.regenerate import Generation
 from training.replies import SameTarget
 from training.requests import Request, Written
 from training.served import AnswerServer
-from training.states import Answer, known_states
+from training.states import Answer, StatesReader, known_states
 from training.traffic import Conversation
 
 
@@ -30,9 +30,10 @@ class Served(Written):
         generation: Generation,
         taps: Sequence[int],
         server: AnswerServer,
+        states: StatesReader = known_states,
     ) -> None:
         super().__init__(target, conversations, generation=generation, taps=taps)
-        self._server = server
+        self._server, self._states = server, states
         self._asked: dict[str, Future[Reply | str]] = {}
         self._same = SameTarget(target, generation, server.settings.url)
 
@@ -50,7 +51,7 @@ class Served(Written):
             for request, reply in zip(batch, replies, strict=True)
             if isinstance(reply, Reply)
         ]
-        answers = known_states(self._target, known, taps=self._taps) if known else []
+        answers = self._states(self._target, known, taps=self._taps) if known else []
         self._same.see(answers)
         found = iter(answers)
         return [next(found) if isinstance(reply, Reply) else reply for reply in replies]

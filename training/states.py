@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,12 @@ class Answer:
     lse_T: Tensor
 
 
+class StatesReader(Protocol):
+    """What gives the states of documents whose ids are known: `known_states`, or a server in its place."""
+
+    def __call__(self, target: FrozenTarget, documents: Sequence[Encoded], *, taps: Sequence[int]) -> list[Answer]: ...
+
+
 @torch.inference_mode()
 def known_states(target: FrozenTarget, documents: Sequence[Encoded], *, taps: Sequence[int]) -> list[Answer]:
     """States of documents whose ids are known, by one forward over all of them; each row comes back as if it had been
@@ -50,8 +56,17 @@ def known_states(target: FrozenTarget, documents: Sequence[Encoded], *, taps: Se
     longest of them, so rows of like lengths go together.
     Raises what the model raises on ids that it cannot take, and RuntimeError when states are not finite.
     """
-    assert all(document.ids and all(document.supervised[document.answer_start :]) for document in documents)
     states = forward_states(target, [torch.tensor(document.ids) for document in documents], taps=taps)
+    return with_states(target, documents, states)
+
+
+@torch.inference_mode()
+def with_states(
+    target: FrozenTarget, documents: Sequence[Encoded], states: Sequence[tuple[Tensor, Tensor]]
+) -> list[Answer]:
+    """Documents joined with their states, tapped [T, E] and last [T, D], wherever these come from; those of the last
+    position may be missing. Raises RuntimeError when states are not finite."""
+    assert all(document.ids and all(document.supervised[document.answer_start :]) for document in documents)
     answers: list[Answer] = []
     for document, (taps_TE, last_TD) in zip(documents, states, strict=True):
         end, start = len(document.ids) - 1, document.answer_start

@@ -1,14 +1,14 @@
 """The feature store: documents with the target's states at every position, in checksummed safetensors shards.
 
-A document is one assistant turn as a server would see it: the rendered prompt and the generated tokens. A
-shard is `shard-00000.safetensors` (tensors of all its documents one after the other) with `shard-00000.json`
-(what lies where, the answers' texts, the checksum). Each file is written whole or not at all, the index after
-its tensors, so whatever is there after a crash is either complete or is made again. `manifest.json` comes
-last. Per position a shard holds
+A document is one assistant turn as a server would see it: the rendered prompt and the generated tokens; its id is
+conversation#turn, with .answer behind it where the turn has several. A shard is `shard-00000.safetensors` (tensors of
+all its documents one after the other) with `shard-00000.json` (what lies where, the answers' texts, the checksum). Each
+file is written whole or not at all, the index after its tensors, so whatever is there after a crash is either complete
+or is made again. `manifest.json` comes last. Per position a shard holds
     ids int32, supervised uint8, taps [T, E], last [T, D] (the target's dtype), lse float32,
 where the last position of a document has zeros for states: nothing is predicted from it. With `Storage.dtype="fp8"`
-the states are FP8, with scales taps_scale [T, taps] and last_scale [T, 1]; with `Storage.states="online"` a shard holds
-ids and supervised only.
+the taps are FP8, with scales taps_scale [T, taps]; the last state never is, as the target's distribution is made of it.
+With `Storage.states="online"` a shard holds ids and supervised only.
 
 The module does not know where documents come from or what the states mean.
 """
@@ -34,15 +34,15 @@ from training.features import truncate
 from training.fp8 import from_fp8
 
 DOCUMENTS, COUNTS = "documents.jsonl", "token_counts.safetensors"
-_IDS, _LSE, _SCALE = 4 + 1, 4, 4  # bytes of a position's id and mask, of its log-sum-exp, of an FP8 state's scale
+_IDS, _LSE, _SCALE = 4 + 1, 4, 4  # bytes of a position's id and mask, of its log-sum-exp, of an FP8 tap's scale
 _LARGE = 1_000_000_000  # bytes whose reading takes a user's notice
 _OPEN_SHARDS = 64  # mapped at the same time; the operating system's limit on open files is often 1,024
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What of the target's states a store keeps: `stored`, or `online`, none of them; in the dtype that the `target`
-    computes them in, or as `fp8`."""
+    """What of the target's states a store keeps: `stored`, or `online`, none of them; the taps in the dtype that the
+    `target` computes them in, or as `fp8`; the last state always in the target's."""
 
     states: str = "stored"
     dtype: str = "target"
@@ -53,7 +53,7 @@ class Storage:
                 raise UserError(f"collect.{name}={value} is unknown; choose {' or '.join(choices)}.")
         if self.states == "online" and self.dtype != "target":
             raise UserError(
-                f"collect.dtype={self.dtype} says how states are stored, but collect.states=online stores none; leave "
+                f"collect.dtype={self.dtype} says how taps are stored, but collect.states=online stores none; leave "
                 f"one of them out."
             )
 
@@ -62,13 +62,21 @@ class Storage:
         """That of a store, out of its manifest or of the settings it was begun with."""
         return cls(**settings.get("collect", {}))
 
+    def check(self, needs: FeatureNeeds) -> None:
+        """Raises UserError when there is nothing that the dtype could apply to."""
+        if self.dtype == "fp8" and not needs.taps:
+            raise UserError(
+                "collect.dtype=fp8 stores taps in 8 bits, but this head stores no taps, only the last state, which "
+                "stays as the target computes it; leave collect.dtype= out."
+            )
+
     def position_bytes(self, needs: FeatureNeeds, hidden_size: int, itemsize: int) -> int:
         """Bytes of one position; itemsize: of the target's dtype."""
-        states = len(needs.taps) + needs.last
         if self.states == "online":
             return _IDS
-        width = hidden_size + _SCALE if self.dtype == "fp8" else hidden_size * itemsize
-        return states * width + _IDS + _LSE
+        state = hidden_size * itemsize
+        tap = hidden_size + _SCALE if self.dtype == "fp8" else state
+        return len(needs.taps) * tap + needs.last * state + _IDS + _LSE
 
 
 STORED = Storage()
@@ -94,6 +102,11 @@ class TokenCounts(NamedTuple):
 
     supervised_V: Tensor
     prompt_V: Tensor
+
+
+def document_id(conversation: str, turn: int, answer: int | None) -> str:
+    """The id of a turn's document, or of one of them where the turn has several answers."""
+    return f"{conversation}#{turn}" + ("" if answer is None else f".{answer}")
 
 
 def estimate_bytes(
@@ -229,7 +242,7 @@ class FeatureStore:
             values: Tensor = columns[rows]
         else:
             values = torch.cat([columns[rows, one * width : (one + 1) * width] for one in chosen], 1)
-        if self.storage.dtype != "fp8":
+        if self.storage.dtype != "fp8" or f"{name}_scale" not in shard.keys():  # noqa: SIM118  it is no mapping
             return values
         scale_TS = shard.get_slice(f"{name}_scale")[rows][:, list(chosen)]
         return from_fp8(values, scale_TS, getattr(torch, self.manifest["dtype"]))

@@ -23,7 +23,9 @@ from training.store import STORED, FeatureStore
 from training.store_writer import QUARANTINE, SETTINGS, StoreWriter, begun_with, flat, read_index
 
 # May differ between stores that are merged: what says which answers there are, not what an answer or its states are.
-_FREE = ("traffic.", "subset.", "merged", "target.name", "generation.seed", "generation.batch_size", "generation.max_")
+_FREE = ("traffic.", "subset.", "merged", "target.name") + tuple(
+    f"generation.{name}" for name in ("seed", "answers", "batch_size", "max_")
+)
 
 
 def merge(

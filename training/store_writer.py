@@ -43,6 +43,7 @@ from training.store import (
     DocumentRef,
     Storage,
     TokenCounts,
+    document_id,
     missing_files,
     stored_needs,
     verify,
@@ -57,7 +58,7 @@ SETTINGS, ANSWERS, QUARANTINE = "settings.json", "answers.jsonl", "quarantine.js
 class Document:
     """One document on its way into the store. Tokens from `answer_start` on were generated.
 
-    taps_TE, last_TD and lse_T are None where the store does not need them.
+    taps_TE, last_TD and lse_T are None where the store does not need them; answer where it is the turn's only one.
     """
 
     conversation: str
@@ -70,6 +71,7 @@ class Document:
     taps_TE: Tensor | None
     last_TD: Tensor | None
     lse_T: Tensor | None
+    answer: int | None = None
 
 
 def wider_needs(folder: str | Path, needs: FeatureNeeds) -> FeatureNeeds:
@@ -130,7 +132,8 @@ class StoreWriter:
             write_json(path, self.settings)
 
     def _compare(self, found: dict[str, Any]) -> None:
-        usual = flat({"collect": asdict(Storage())})  # of a folder that was begun before there was a choice
+        # Of a folder that was begun before there was a choice.
+        usual = flat({"collect": asdict(Storage()), "generation": {"answers": 1}})
         before, now = usual | flat(found), usual | flat(self.settings)
         for key in [*now, *before]:
             if key != "target.name" and before.get(key) != now.get(key):
@@ -258,6 +261,7 @@ class StoreWriter:
             "documents": len(rows),
             "tokens": supervised + int(counts.prompt_V.sum()),
             "supervised_tokens": supervised,
+            "cut_off": sum(row["finish_reason"] == "length" for row in rows),
             **body,
             "token_counts": COUNTS,
             "files": {name: sha256_file(self.folder / name) for name in files},
@@ -294,12 +298,11 @@ def _tensors(documents: Sequence[Document], settings: Mapping[str, Any]) -> dict
         tensors["lse"] = torch.cat(lse).to(torch.float32)
     taps = [document.taps_TE for document in documents if document.taps_TE is not None]
     last = [document.last_TD for document in documents if document.last_TD is not None]
-    for name, states, count in (("taps", taps, len(stored_needs(settings).taps)), ("last", last, 1)):
-        if not states:
-            continue
-        tensors[name] = torch.cat(states).contiguous()
-        if Storage.of(settings).dtype == "fp8":
-            tensors[name], tensors[f"{name}_scale"] = to_fp8(tensors[name], count)
+    for name, states in (("taps", taps), ("last", last)):
+        if states:
+            tensors[name] = torch.cat(states).contiguous()
+    if "taps" in tensors and Storage.of(settings).dtype == "fp8":
+        tensors["taps"], tensors["taps_scale"] = to_fp8(tensors["taps"], len(stored_needs(settings).taps))
     return tensors
 
 
@@ -309,7 +312,7 @@ def _rows(name: str, documents: Sequence[Document]) -> list[dict[str, Any]]:
     for document in documents:
         length = len(document.ids_T)
         ref = DocumentRef(
-            id=f"{document.conversation}#{document.turn}",
+            id=document_id(document.conversation, document.turn, document.answer),
             conversation=document.conversation,
             slice=document.slice,
             turn=document.turn,

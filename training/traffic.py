@@ -4,10 +4,11 @@ A conversation is a list of turns. A turn holds the messages that stand before o
 and tool messages); the answers are kept only where they are to be learnt from as they were logged, since otherwise the
 target writes every one of them anew, in order, each after its own earlier answers. The module knows neither file
 formats (`training.readers`) nor tokenizers: limits in tokens come later, when the target's template is known.
+A conversation may also be token ids, with the stretches of them that are answers, in place of turns.
 
-The split hashes the text of the first user message with SHA-256, so copies of a conversation, and logs that
-repeat it with one more turn each time, stay on one side. The hash must never change: `tests/test_traffic.py`
-pins it.
+The split hashes the text of the first user message with SHA-256, or the ids before the first answer, so copies of a
+conversation, and logs that repeat it with one more turn each time, stay on one side. The hash must never change:
+`tests/test_traffic.py` pins it.
 """
 
 from __future__ import annotations
@@ -31,13 +32,27 @@ _TRAIN, _HELD_OUT, _QUARANTINE = "train.jsonl", "held_out.jsonl", "quarantine.js
 class Conversation:
     """One conversation: turns[w] are the messages that come before the assistant's answer number w; tools are the JSON
     schemas of what the assistant may call. A turn that brings the results of logged calls begins with the logged
-    answer that called. logged: all messages with the logged answers, where these are wanted."""
+    answer that called. logged: all messages with the logged answers, where these are wanted.
+
+    Of token ids: ids are all of them, answers the (begin, end) of each supervised stretch, ascending, the first after
+    position 0; it has no turns."""
 
     id: str
     slice: str
     turns: tuple[tuple[Message, ...], ...]
     tools: tuple[dict[str, Any], ...] = ()
     logged: tuple[Message, ...] = ()
+    ids: tuple[int, ...] = ()
+    answers: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many answers the assistant gives in it."""
+        return len(self.answers) if self.ids else len(self.turns)
+
+    def prompt_ids(self, answer: int = 0) -> tuple[int, ...]:
+        """The ids before one of the answers, where it is token ids."""
+        return self.ids[: self.answers[answer][0]]
 
     def messages(self, answers: Sequence[str] = ()) -> list[Message]:
         """The prompt of the next answer, given all answers so far; where a turn brings a logged answer of its own, that
@@ -51,7 +66,10 @@ class Conversation:
         return prompt
 
     def first_text(self) -> str:
-        """What the user said first, with white space made uniform: the text that the split hashes."""
+        """What the user said first, with white space made uniform, or the ids before the first answer: the text that
+        the split hashes."""
+        if self.ids:
+            return " ".join(map(str, self.prompt_ids()))
         said = [message["content"] for message in self.turns[0] if message["role"] == "user"]
         return " ".join(" ".join(said).split())
 
@@ -62,15 +80,31 @@ class Conversation:
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> Conversation:
         """What `to_row` wrote."""
+        if "input_ids" in row:
+            answers = stretches(row["loss_mask"])
+            return Conversation(row["id"], row["slice"], (), ids=tuple(row["input_ids"]), answers=answers)
         turns = tuple(tuple(turn) for turn in row["turns"])
         more = (tuple(row.get(name, ())) for name in ("tools", "messages"))
         return Conversation(row["id"], row["slice"], turns, *more)
 
     def to_row(self) -> dict[str, Any]:
         """The row that `train.jsonl` and `held_out.jsonl` hold; the JSONL reader takes it too."""
-        row = {"id": self.id, "slice": self.slice, "turns": [list(turn) for turn in self.turns]}
+        row = {"id": self.id, "slice": self.slice}
+        if self.ids:
+            mask = [0] * len(self.ids)
+            for begin, end in self.answers:
+                mask[begin:end] = [1] * (end - begin)
+            return row | {"input_ids": list(self.ids), "loss_mask": mask}
+        row["turns"] = [list(turn) for turn in self.turns]
         more = {"tools": list(self.tools), "messages": list(self.logged)}
         return row | {name: value for name, value in more.items() if value}
+
+
+def stretches(mask: Iterable[Any]) -> tuple[tuple[int, int], ...]:
+    """(begin, end) of each run of true values."""
+    flags = [False, *map(bool, mask), False]
+    edges = [place for place in range(len(flags) - 1) if flags[place] != flags[place + 1]]
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 @dataclass(frozen=True)
@@ -191,7 +225,7 @@ def _per_slice(conversations: Iterable[Conversation]) -> dict[str, dict[str, int
     for conversation in sorted(conversations, key=lambda item: item.slice):
         entry = counts.setdefault(conversation.slice, {"conversations": 0, "turns": 0})
         entry["conversations"] += 1
-        entry["turns"] += len(conversation.turns)
+        entry["turns"] += conversation.count
     return counts
 
 

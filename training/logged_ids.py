@@ -1,0 +1,69 @@
+"""Logged answers that come as token ids with a mask: documents of them, and whether they are of the target's tokenizer.
+
+A document is one supervised stretch and all that stands before it. It ends with the first end token in the stretch, or
+the one right behind it, as some masks stop just before that; what templates write after the end (a line break) is no
+part of it. An answer without an end token counts as cut off.
+
+Ids do not say which tokenizer they are of. What can be checked is: none may lie outside the vocabulary, and those of
+another tokenizer surprise the target more than blind guessing would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from heads.artifact import UserError
+from heads.target import FrozenTarget
+from training.chat import Encoded
+from training.states import Answer
+from training.traffic import Conversation
+
+_ENOUGH = 64  # supervised tokens to judge by
+
+
+def documents_of_ids(target: FrozenTarget, conversation: Conversation) -> list[Encoded | str]:
+    """One document for each answer in the ids, or the reason why it gives none."""
+    return [_document(target, conversation.ids, begin, end) for begin, end in conversation.answers]
+
+
+def _document(target: FrozenTarget, ids: Sequence[int], begin: int, end: int) -> Encoded | str:
+    if not 0 <= min(ids[:end]) <= max(ids[:end]) < target.vocab_size:
+        return "tokens outside the target's vocabulary"
+    ends = target.eos_token_ids
+    stop = next((place for place in range(begin, min(end + 1, len(ids))) if ids[place] in ends), None)
+    if stop is not None and target.tokenizer.decode(ids[stop + 1 : end], skip_special_tokens=True).strip():
+        return "supervised text behind the end token of an answer"
+    kept = end if stop is None else stop + 1
+    return Encoded(tuple(ids[:kept]), tuple(place >= begin for place in range(kept)))
+
+
+class Plausible:
+    """Whether ids are of the target's tokenizer; it judges once, when it has seen enough of them."""
+
+    def __init__(self, target: FrozenTarget) -> None:
+        self._target, self._nats, self._count, self._judged = target, 0.0, 0, False
+
+    @torch.inference_mode()
+    def see(self, answers: Sequence[Answer]) -> None:
+        """Raises UserError when the target would have guessed them better blindly."""
+        if self._judged:
+            return
+        for answer in answers:
+            states_SD = answer.last_TD[answer.answer_start - 1 : -1].to(self._target.device)
+            new_S = answer.ids_T[answer.answer_start :].to(self._target.device)
+            log_SV = self._target.logits(states_SD).float().log_softmax(-1)
+            self._nats -= log_SV.gather(-1, new_S[:, None]).sum().item()
+            self._count += len(new_S)
+            if self._count >= _ENOUGH:
+                break
+        self._judged = self._count >= _ENOUGH
+        blind = math.log(self._target.vocab_size)
+        if self._judged and self._nats > blind * self._count:
+            raise UserError(
+                f"The token ids of traffic.path= cannot be of the target's tokenizer: each surprises the target by "
+                f"{self._nats / self._count:.1f} nats, and guessing blindly among its {self._target.vocab_size} tokens "
+                f"by {blind:.1f}; give ids that this tokenizer made, or the messages that they were made of."
+            )

@@ -1,0 +1,1 @@
+"""What runs in the server's environment, with nothing of ours: this folder alone is on its path."""
