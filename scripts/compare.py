@@ -2,7 +2,7 @@
 
 python -m scripts.compare                                       # all runs under runs/compare
 python -m scripts.compare comparison_dir=runs/sweep
-python -m scripts.compare 'runs=[runs/compare/eagle3,runs/mine]' comparison_dir=runs/both
+python -m scripts.compare 'runs=[runs/compare/eagle3,runs/compare/medusa]' comparison_dir=runs/both
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.test_resume import RaisesSignal
 from tests.training_toy import metrics_of, toy_head, toy_train, weights_of
 from training.interrupt import Interrupted
 from training.optim import OptimSettings
-from training.processes import processes_missing, requested_processes, start_missing_processes
+from training.processes import processes_missing, requested_processes, start_missing_processes, wait_or_end
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -148,3 +149,10 @@ def test_a_launcher_that_started_too_few_is_not_believed(tmp_path: Path, monkeyp
 )
 def test_how_many_were_asked_for(command: str, count: int | None) -> None:
     assert requested_processes(command.split()) == count
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(0, 0), (60, -signal.SIGKILL)])
+def test_a_process_that_still_waits_for_one_that_failed_is_ended(seconds: int, code: int) -> None:
+    child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
+    wait_or_end(child, grace=20 if not seconds else 0.1)
+    assert child.returncode == code

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from heads.artifact import UserError
 
 _RANKS = ("RANK", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_GRACE = 30.0  # seconds that the others may go on after the first process
 _DEFAULT_PORT = "29500"
 _FIRST_ENDS = "DRAFTSMITH_FIRST_ENDS"  # the end of a pipe that closes when the process that started this one ends
 _WAIT = timedelta(days=30)  # for the slowest process; one that has ended is noticed at once
@@ -56,8 +57,17 @@ def start_missing_processes() -> None:
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
         environment = {**os.environ, **ranks, _FIRST_ENDS: str(told)}
         child = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment, pass_fds=(told,))
-        atexit.register(child.wait)
+        atexit.register(wait_or_end, child)
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", **common})
+
+
+def wait_or_end(child: subprocess.Popen[bytes], grace: float = _GRACE) -> None:
+    """Let a process of the launch finish; one that still waits for this process, which has failed, is ended."""
+    try:
+        child.wait(timeout=grace)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def _end_with(pipe: int) -> None:
