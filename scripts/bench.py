@@ -2,7 +2,7 @@
 
 python -m scripts.bench bench=train head=eagle3
 python -m scripts.bench bench=train_growth head=eagle3
-python -m scripts.bench bench=train_peer peer_python=<python with speculators>
+python -m scripts.bench bench=train_peer peer_python=.venv-peer/bin/python
 python -m scripts.bench bench=decode name=demo
 python -m scripts.bench bench=peers name=demo
 python -m scripts.bench bench=collect name=demo

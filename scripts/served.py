@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from scripts.common import check_target_path
 from scripts.prompts import held_out_requests, tokenizer_of
-from scripts.settings import build, check_value, plain
+from scripts.settings import build, plain
 from scripts.show import Steps
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from eval.decode import Request
 
 KIND, FILE = "served", "server.json"
-_SETTINGS: dict[str, Any] = {"url": str, "model": str | None, "at_once": int | None, "timeout": float}
 LOOKED_AT = 4  # prompts whose ids the server must agree with
 
 
@@ -33,16 +32,9 @@ def run(cfg: DictConfig) -> None:
     from eval.api import ServerApi
     from eval.sampling import Sampling
     from eval.served import SOURCES, counts_itself, no_interval, rows_of, serve, speculating, to_table
-    from heads.artifact import UserError, provenance, read_manifest, write_json, write_manifest
+    from heads.artifact import provenance, read_manifest, write_json, write_manifest
 
     values = plain(cfg.server)
-    for name, hint in _SETTINGS.items():
-        check_value(f"server.{name}", values[name], hint)
-    if (values["at_once"] is not None and values["at_once"] < 1) or values["timeout"] <= 0:
-        raise UserError(
-            f"server.at_once={values['at_once']} must be at least 1 or null, and server.timeout={values['timeout']} "
-            f"above 0."
-        )
     check_target_path(cfg)
     plan, folder = build(cfg, "eval", seed=cfg.seed), Path(cfg.run_dir) / "server"
     together = values["at_once"] or plan.rows

@@ -92,6 +92,8 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
             raise UserError(f"{name}= is empty; give a folder such as {name}=runs/mine, or leave it out.")
     check_value("verify", cfg.verify, bool)
     check_value("serve_python", cfg.serve_python, str)
+    _check_server(plain(cfg.server))
+    check_value("serve_python", cfg.serve_python, str)
     for key, value in plain(cfg.collect).items():
         if key not in _COLLECT:
             raise UserError(f"There is no setting collect.{key}; there are {', '.join(sorted(_COLLECT))}.")
@@ -100,6 +102,20 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
         raise UserError(f"collect.answers={cfg.collect.answers} is unknown; choose {' or '.join(ANSWERS)}.")
     if cfg.collect.features not in _FEATURES:
         raise UserError(f"collect.features={cfg.collect.features} is unknown; choose {' or '.join(_FEATURES)}.")
+
+
+def _check_server(values: dict[str, Any]) -> None:
+    """The running server that scripts.evaluate asks. Raises UserError."""
+    from heads.artifact import UserError
+
+    hints = {"url": str | None, "model": str | None, "at_once": int | None, "timeout": float}
+    for name, hint in hints.items():
+        check_value(f"server.{name}", values[name], hint)
+    if (values["at_once"] is not None and values["at_once"] < 1) or values["timeout"] <= 0:
+        raise UserError(
+            f"server.at_once={values['at_once']} must be at least 1 or null, and server.timeout={values['timeout']} "
+            f"above 0."
+        )
 
 
 def build(cfg: DictConfig, key: str, **more: Any) -> Any:

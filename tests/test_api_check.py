@@ -115,12 +115,14 @@ def test_every_finding_can_fail(
 ) -> None:
     monkeypatch.setattr(api_process, "STOPPING", 1.0)
     monkeypatch.setattr(api_process, "LINGERING", 0.5)
+    before = set(psutil.Process().children(recursive=True))
     found = check(server(**script), tmp_path / "out")
     assert {name for name, one in found.items() if not one.passed} >= failing
     assert {name for name, one in found.items() if one.passed} >= {"one at a time, text"}
     for name in failing:
         assert "MISMATCH" in found[name].line
-    assert not [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_a_text_that_leaves_ours_at_a_tie_passes_and_is_listed(tmp_path: Path, server: Any) -> None:

@@ -32,8 +32,8 @@ def contents(folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_anywhere_the_same_command_makes_the_same_store(tmp_path: Path, processes: int) -> None:
-    """SIGKILL around renames and at ten random moments, of all processes of a launch or of one; the files are then
-    those of one undisturbed process."""
+    """SIGKILL around six renames and at ten random moments, of all processes of a launch or of one; the files are then
+    those of one undisturbed process. A random moment may come when the store is finished already."""
     save_tiny(tmp_path / "target")
     rows = [item.to_row() for item in traffic(16)] + [{"id": "long", "turns": ["w1 " * 80]}]
     e2e.write_rows(tmp_path / "a.jsonl", rows)
@@ -41,7 +41,7 @@ def test_killed_anywhere_the_same_command_makes_the_same_store(tmp_path: Path, p
     command = [sys.executable, "-m", "tests.killed_collect", *places]
     done = subprocess.run(command, cwd=ROOT, env=e2e.environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) >= 10
+    assert int(done.stdout.split()[-1]) >= 6
     calm, again, killed = (contents(tmp_path / name) for name in ("calm", "again", "killed"))
     assert calm == again == killed
     assert calm[1]["quarantined"] == {"longer than max_prompt_tokens=60": 1}

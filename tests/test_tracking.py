@@ -325,7 +325,8 @@ def test_the_sweep_in_the_comments_is_one_that_composes(tmp_path: Path, monkeypa
     """Its YAML, with what an agent puts into it; and the run takes the name that the agent gave it."""
     text = (e2e.ROOT / "conf/tracking/wandb.yaml").read_text()
     block = text.partition("(collect first):\n#\n")[2].partition("\n_target_")[0]
-    sweep = OmegaConf.create("\n".join(line.removeprefix("# ").removeprefix("#") for line in block.splitlines()))
+    lines = [line.removeprefix("# ").removeprefix("#") for line in block.splitlines()]
+    sweep = OmegaConf.to_container(OmegaConf.create("\n".join(lines)), resolve=False)
     tried = [f"{name}={rule.get('min', rule.get('values', [None])[0])}" for name, rule in sweep["parameters"].items()]
     words = [word.replace("${envvar:WANDB_RUN_ID}", "abc123") for word in sweep["command"]]
     assert words[:4] == ["${env}", "python", "-m", "scripts.pipeline"] and words[-1] == "${args_no_hyphens}"

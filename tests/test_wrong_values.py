@@ -19,6 +19,7 @@ WRONG: tuple[Any, ...] = ("nonsense", -7, ["x", {"y": 1}])
 # What takes any text; what it says is known only where it is used, and is refused there (tests/test_bad_input.py).
 TEXT = {
     *("name", "run_dir", "head_dir", "traffic_dir", "features_dir", "features_cache", "push"),
+    *("serve_python", "server.url", "server.model"),
     *("target.path", "target.gguf_file", "target.adapter", "target.attention", "target.device"),
     *(
         "traffic.hub_config",
