@@ -494,8 +494,7 @@ def test_every_documented_setting_has_its_test() -> None:
     assert documented("eval/default.yaml", "") == {*EVAL, *DECODING}
     # What rivals holds is tested in test_proposers, push in test_hub.
     top = {"name", "run_dir", "head_dir", "seed", "rivals", "push"}
-    # In test_store_tools, test_logged, test_api and test_extracted.
-    top |= {"features_cache", "verify", "server", "serve_python"}
+    top |= {"features_cache", "verify", "server", "serve_python"}  # in test_{store_tools,logged,api,extracted}
     shared = {"traffic_dir", "features_dir", "stages", "collect"}  # in test_compare
     assert documented("config.yaml", "") == top | shared | {"defaults", "hydra", "generation", "train"}
     assert OmegaConf.is_config(e2e.config())

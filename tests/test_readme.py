@@ -146,6 +146,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> e2e.Place:
     for target in targets:
         bring_module(save_tiny(target))
     place = e2e.Place(targets[1], e2e.write_rows(folder / "prompts.jsonl", e2e.conversations(24)), folder)
+    e2e.write_rows(folder / "week2.jsonl", e2e.conversations(40))  # the first 24 are old
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("HF_HUB_OFFLINE", "1")
