@@ -1,4 +1,4 @@
-"""What several test files share: one finished run of the whole pipeline."""
+"""What several test files share: one finished run of the whole pipeline, one thread for tiny models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests import e2e
 
@@ -27,3 +28,12 @@ def logging_as_before() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models are slower on many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

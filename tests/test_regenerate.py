@@ -27,13 +27,7 @@ TAPS = (0, 2, 5)
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}  # rounding only: padded rows are computed with other block sizes
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    """Tiny models are slower on many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
