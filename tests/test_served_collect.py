@@ -161,7 +161,7 @@ def test_killed_while_it_is_answered_nothing_is_lost_or_asked_twice(
         running: list[subprocess.Popen[str]] = []
 
         def fault(attempt: int, prompt: list[int]) -> None:
-            if len(server.finished) == stop and running:
+            if len(server.finished) >= stop and running and running[0].poll() is None:
                 os.kill(running[0].pid, signal.SIGKILL)
 
         server.fault = fault
