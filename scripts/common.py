@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from scripts.help import answer, nearest
-from scripts.settings import build, check_call, check_start, plain
+from scripts.settings import build, check_call, check_start, check_target_path, plain
 from training.processes import PeerFailed, Peers
 
 if TYPE_CHECKING:  # torch and transformers take seconds; a first line of output must not wait for them
@@ -181,14 +181,6 @@ def _phrase(error: Exception, config: str = "config") -> str:
         return f"{lines[0]}; give it on the command line."
     told = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
     return f"{' '.join(told).removesuffix('.')}."
-
-
-def check_target_path(cfg: DictConfig) -> None:
-    """Raises UserError when no target is named."""
-    from heads.artifact import UserError
-
-    if OmegaConf.is_missing(cfg.target, "path"):
-        raise UserError("target=custom needs target.path=<folder, Hub id or .gguf file>.")
 
 
 def is_main() -> bool:

@@ -90,7 +90,7 @@ def _groups(config: str) -> Iterator[str]:
 def _about(file: Traversable) -> str:
     """The first sentence of a config file's comment, without its commands."""
     comments = [line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#")]
-    words = [line for line in comments if not line.startswith(("@package", "python -m", "Then:", "Use:"))]
+    words = [line for line in comments if not line.startswith(("@package", "python -m", "accelerate launch", "Use:"))]
     first = _SENTENCE.split(" ".join(words).removeprefix("What: "))[0].rstrip(".:; ")
     return textwrap.shorten(first, WIDTH - 21, placeholder=" …")
 

@@ -54,6 +54,7 @@ def test_every_option_composes_and_its_values_are_right(
     needed = {
         **{"custom": ["target.path=some/folder"], "draft_model": ["rivals.draft_model.path=some/folder"]},
         "given_prediction": ["rivals.given_prediction.path=predictions.jsonl"],
+        **dict.fromkeys([name for kind, name in OPTIONS if kind == "experiment"], ["target.path=some/folder"]),
         **dict.fromkeys(("hydra_mlp", "mtp_blocks", "mtp_native"), ["stages=[collect,train,evaluate]"]),  # no server
     }.get(name, [])
     chosen = f"{group}=[{name}]" if group == "rival" else f"{group}={name}"
