@@ -62,6 +62,8 @@ def chosen(cfg: DictConfig) -> str:
     hints = {"merge": list[str], "slices": list[str], "count": int | None}
     for name in (*TOOLS, "slices", "count"):
         check_value(name, values[name], hints.get(name, str | None))
+    if values["count"] is not None and values["count"] < 1:
+        raise UserError(f"count={values['count']} keeps nothing; give at least 1, or null for all.")
     asked = [name for name in TOOLS if values[name]]
     if len(asked) != 1:
         raise UserError(f"scripts.store does one thing at a time; give one of {', '.join(f'{one}=' for one in TOOLS)}.")
