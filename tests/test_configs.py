@@ -99,18 +99,7 @@ def test_comments_name_only_commands_that_compose(file: str) -> None:
     if file.startswith(("traffic/", "experiment/", "bench/", "rival/")):
         assert found, "no command shows how to use it"
     for module, line in found:
-        own = (
-            "advise",
-            "bench",
-            "compare",
-            "doctor",
-            "import_head",
-            "medusa2",
-            "prove",
-            "refresh",
-            "serve_check",
-            "store",
-        )
+        own = [Path(root).stem for root in FILES if "/" not in root]
         name = module if module in own else "config"
         for job in e2e.jobs(shlex.split(line)):
             e2e.config(*job, name=name)
