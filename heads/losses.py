@@ -121,6 +121,22 @@ class _Span:
     valid_C: Tensor
 
 
+def _likeliest(logits_CW: Tensor, token_C: Tensor) -> Tensor:
+    """Whether argmax of each row is this token [C], -1 for none; the first of equals is the argmax, as in decoding.
+
+    On a CPU a maximum with its place takes five times as long as one without, so the place is sought for ties alone.
+    """
+    if logits_CW.device.type != "cpu":
+        return logits_CW.max(-1).indices == token_C
+    token_C1 = token_C.clamp_min(0)[:, None]
+    own_C1 = logits_CW.gather(1, token_C1)
+    rest_C1 = logits_CW.scatter(1, token_C1, -math.inf).amax(-1, keepdim=True)
+    tied = (own_C1 == rest_C1)[:, 0].nonzero()[:, 0]
+    match_C = (own_C1 > rest_C1)[:, 0]
+    match_C[tied] = logits_CW[tied].max(-1).indices == token_C[tied]
+    return match_C & (token_C >= 0)
+
+
 def _spans(low: int, high: int, valid_KN: Tensor, known_KN: Tensor) -> list[_Span]:
     """The passes that reach places low…high; pass 0 reaches all of them. known_KN: valid_KN where asking is cheap."""
     spans = []
@@ -256,7 +272,7 @@ class _Walk:
         """One pass over some of its rows: add it to the sums, put the gradient in the place of the logits, and return
         what each row weighs [C]."""
         logits_CW = self._capped(logits)
-        match_C = logits_CW.max(-1).indices == says.token_C
+        match_C = _likeliest(logits_CW, says.token_C)
         loss_C, gradient_CW, overlap_C = self.kernel(logits_CW, says)
         if self.softcap is not None:
             gradient_CW.mul_(1 - (logits_CW / self.softcap).square_())
@@ -281,7 +297,11 @@ class _Walk:
         if self.bias_grad is not None:
             self.bias_grad[at].add_((gradient_RW.T @ scale_R1)[:, 0])
         if self.weight_grad is not None:
-            self.weight_grad[at].add_(torch.mm(gradient_RW.T, hidden_RD.mul_(scale_R1), out=self.room_WD))
+            torch.mm(gradient_RW.T, hidden_RD.mul_(scale_R1), out=self.room_WD)
+            # A sum of two formats first makes a copy in the wider one: of a few rows at a time, it stays in the cache.
+            rows = max(1, SLICE // hidden_RD.shape[1])
+            for grad, more in zip(self.weight_grad[at].split(rows), self.room_WD.split(rows), strict=True):
+                grad.add_(more)
 
     def _at(self, spans: list[_Span]) -> Any:
         """Where the projection of these passes is."""
