@@ -10,7 +10,9 @@ before it survive, which is how often a sampling decoder gets there.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from torch import Tensor
 
 from heads.artifact import UserError
 from heads.base import Projection, TargetWeights, wide
-from heads.kernels import KINDS, Said, kernel_of
+from heads.compiled import compiled as through_compiler
+from heads.kernels import KINDS, Kernel, Said, kernel_of
 
 # Logits of all passes over a chunk of places that exist at the same time: few enough for a CPU's caches, and on a GPU
 # enough for products that keep it busy, at a few hundred MB.
@@ -69,11 +72,12 @@ class TargetRows:
     lse_N: Tensor
     token_N: Tensor
 
-    def said(self, low: int, high: int) -> Said:
+    def said(self, low: int, high: int, *, compiled: bool = False) -> Said:
         """What the target says at places low…high, fp32 or wider."""
-        log_p_CW = wide(self.weights.logits(self.last_ND[low:high])).sub_(self.lse_N[low:high, None])
-        p_CW = log_p_CW.exp()
-        return Said(p_CW, log_p_CW.mul_(p_CW).sum(-1), self.token_N[low:high])
+        p_CW, negentropy_C = through_compiler(_say, compiled)(
+            self.weights.logits(self.last_ND[low:high]), self.lse_N[low:high]
+        )
+        return Said(p_CW, negentropy_C, self.token_N[low:high])
 
 
 @dataclass(frozen=True)
@@ -89,17 +93,36 @@ class UnrolledSums:
 
 
 def unrolled_loss(
-    hidden_KND: Tensor, projection: Projection, target: TargetRows, valid_KN: Tensor, objective: Objective
+    hidden_KND: Tensor,
+    projection: Projection,
+    target: TargetRows,
+    valid_KN: Tensor,
+    objective: Objective,
+    *,
+    compiled: bool = False,
 ) -> UnrolledSums:
     """Loss of K unrolled passes over N starts, sorted by position.
 
     Pass k of start n predicts what the target says at place n + k; where that place lies in another turn the pair is
     not valid. p is computed once for each place and shared by all passes. Gradients go to the states, and to the
     weight and the bias of the projection where they require one: a frozen weight saves a third of the multiplications.
+    compiled: what runs over the logits goes through torch.compile, which reads them once instead of ten times.
     """
-    weight, bias = projection.weight, projection.bias_W
-    outputs = _Unrolled.apply(hidden_KND, weight, bias, projection.softcap, target, valid_KN, objective)  # type: ignore[no-untyped-call]
-    return UnrolledSums(*outputs)
+    weight, bias, said = projection.weight, projection.bias_W, partial(target.said, compiled=compiled)
+    judge = _judge_in_place if compiled else _judge
+    how = _How(objective, projection.softcap, said, through_compiler(judge, compiled))
+    return UnrolledSums(*_Unrolled.apply(hidden_KND, weight, bias, valid_KN, how))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _How:
+    """What is minimised, the cap of the draft's logits, what the target says at places low…high, and the function that
+    judges a pass (`_judge`)."""
+
+    objective: Objective
+    softcap: float | None
+    said: Callable[[int, int], Said]
+    judge: Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -131,19 +154,17 @@ class _Unrolled(torch.autograd.Function):
         hidden_KND: Tensor,
         weight: Tensor,
         bias_W: Tensor | None,
-        softcap: float | None,
-        target: TargetRows,
         valid_KN: Tensor,
-        objective: Objective,
+        how: _How,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        walk = _Walk(hidden_KND, Projection(weight, bias_W, softcap), objective, ctx.needs_input_grad[:3])
+        walk = _Walk(hidden_KND, weight, bias_W, how, ctx.needs_input_grad[:3])
         depth, starts, _ = hidden_KND.shape
         chunk = max(1, (LOGITS if hidden_KND.device.type == "cpu" else LOGITS_GPU) // (depth * weight.shape[-2]))
         known_KN = valid_KN.cpu()  # once, instead of waiting for the device in every chunk
         for low in range(0, starts, chunk):
             high = min(starts, low + chunk)
             spans = _spans(low, high, valid_KN, known_KN)
-            said = target.said(low, high)
+            said = how.said(low, high)
             # With one projection, one product for all passes over these places.
             for group in [spans] if weight.dim() == 2 else [[span] for span in spans]:
                 walk.take(group, [said[span.places.start - low :] for span in group])
@@ -158,7 +179,7 @@ class _Unrolled(torch.autograd.Function):
             None if grad is None else (grad * total_grad.to(grad.dtype)).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None
+        return *scaled, None, None
 
 
 class _Walk:
@@ -166,13 +187,17 @@ class _Walk:
     passes before it made of a start is known when a pass is weighed."""
 
     def __init__(
-        self, hidden_KND: Tensor, projection: Projection, objective: Objective, trained: tuple[bool, bool, bool]
+        self,
+        hidden_KND: Tensor,
+        weight: Tensor,
+        bias_W: Tensor | None,
+        how: _How,
+        trained: tuple[bool, bool, bool],
     ) -> None:
         """trained: whether states, weight and bias want a gradient; what none wants is not computed."""
         depth, starts, _ = hidden_KND.shape
-        weight, bias_W = projection.weight, projection.bias_W
-        self.hidden_KND, self.softcap, self.objective = hidden_KND, projection.softcap, objective
-        self.kernel = kernel_of(objective.kind, objective.eta)
+        self.hidden_KND, self.how = hidden_KND, how
+        self.kernel = kernel_of(how.objective.kind, how.objective.eta)
         self.weight = weight.to(hidden_KND.dtype)
         self.bias_W = None if bias_W is None else bias_W.to(hidden_KND.dtype)
         self.total = wide(hidden_KND).new_zeros(())
@@ -191,14 +216,9 @@ class _Walk:
         logits_RW = F.linear(hidden_RD, weight_WD, None if self.bias_W is None else self.bias_W[k])
         scales = []
         for span, says, logits in zip(spans, said, logits_RW.split(sizes), strict=True):
-            # In the loop and not in a function of its own: what a pass leaves lives until the next one has made its
-            # own. Given back to the system in between, the memory would be paged in anew each time.
-            logits_CW = self._capped(logits)
-            match_C = logits_CW.max(-1).indices == says.token_C
-            loss_C, gradient_CW, overlap_C = self.kernel(logits_CW, says)
-            if self.softcap is not None:
-                gradient_CW.mul_(1 - (logits_CW / self.softcap).square_())
-            logits.copy_(gradient_CW)  # they are done with
+            # What a pass leaves lives until the next one has made its own. Given back to the system in between, the
+            # memory would be paged in anew each time.
+            loss_C, overlap_C, match_C, *_left = self.how.judge(logits, says, self.kernel, self.how.softcap)
             scales.append(self._count(span, loss_C, overlap_C, match_C))
         # Depth weights and invalid pairs scale rows: cheaper on the states than on the logits.
         gradient_RW, scale_R1 = logits_RW, torch.cat(scales)[:, None].to(logits_RW.dtype)
@@ -211,16 +231,35 @@ class _Walk:
         if self.weight_grad is not None:
             self.weight_grad[k].add_(gradient_RW.T @ hidden_RD.mul_(scale_R1))
 
-    def _capped(self, logits: Tensor) -> Tensor:
-        """The draft's logits, at least fp32."""
-        return wide(logits) if self.softcap is None else (wide(logits) / self.softcap).tanh_().mul_(self.softcap)
-
     def _count(self, span: _Span, loss_C: Tensor, overlap_C: Tensor, match_C: Tensor) -> Tensor:
         """Add one pass to the sums; returns what each of its rows weighs [C]."""
         k, rows, valid_C = span.k, span.rows, span.valid_C
         self.match_KN[k, rows] = match_C & valid_C
         self.overlap_KN[k, rows] = overlap_C * valid_C
-        scale_C = self.objective.weight(k, self.overlap_KN[:, rows]) * valid_C
+        scale_C = self.how.objective.weight(k, self.overlap_KN[:, rows]) * valid_C
         self.loss_K[k] += (loss_C * valid_C).sum()
         self.total += (loss_C * scale_C).sum()
         return scale_C
+
+
+def _say(logits_CW: Tensor, lse_C: Tensor) -> tuple[Tensor, Tensor]:
+    """p and Σ p log p out of the target's logits, which are done with."""
+    log_p_CW = wide(logits_CW).sub_(lse_C[:, None])
+    p_CW = log_p_CW.exp()
+    return p_CW, log_p_CW.mul_(p_CW).sum(-1)
+
+
+def _judge(logits: Tensor, said: Said, kernel: Kernel, softcap: float | None) -> tuple[Tensor, ...]:
+    """Loss, overlap and match [C] of a pass, and what else was made on the way; its logits become their gradient."""
+    logits_CW = wide(logits) if softcap is None else (wide(logits) / softcap).tanh_().mul_(softcap)
+    match_C = logits_CW.max(-1).indices == said.token_C
+    loss_C, gradient_CW, overlap_C = kernel(logits_CW, said)
+    if softcap is not None:
+        gradient_CW.mul_(1 - (logits_CW / softcap).square_())
+    logits.copy_(gradient_CW)
+    return loss_C, overlap_C, match_C, logits_CW, gradient_CW
+
+
+def _judge_in_place(logits: Tensor, said: Said, kernel: Kernel, softcap: float | None) -> tuple[Tensor, ...]:
+    """The same without what was made on the way, which compiled need not exist."""
+    return _judge(logits, said, kernel, softcap)[:3]
