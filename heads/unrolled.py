@@ -62,6 +62,9 @@ class Columns:
         # Both bounds ascend: some query sees a slot between the least of them, every one a slot between the greatest.
         some_QS = (right_S >= first_N[top_Q, None]) & (left_S <= starts_N[end_Q, None])
         every_QS = (left_S >= first_N[end_Q, None]) & (right_S <= starts_N[top_Q, None])
+        every_QS &= (top_Q + _SIDE <= len(starts_N))[
+            :, None
+        ]  # a last block that is not full is tested, as torch has it
 
         def sees(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
             return (slot >= first_N[query]) & (slot <= starts_N[query])

@@ -1,4 +1,4 @@
-"""`train.compile`: the same loss, gradients and checkpoints through torch.compile, and no new graphs with every batch."""
+"""`train.compile`: the same loss, gradients and checkpoints through torch.compile, and no graphs for new lengths."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ def compiling() -> Iterator[None]:
 
 
 def recurrent_head(kind: type = MTPHead, seed: int = 0) -> Any:
-    """A tiny head of the toy documents' sizes, on random weights of a target."""
+    """A tiny head of the toy documents' sizes, on weights of a target that are the same for every seed."""
+    torch.manual_seed(9)
+    target = TargetWeights(torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY, WIDTH) / 4)
     torch.manual_seed(seed)
     rope = {"rope_type": "default", "rope_theta": 1e4}
     sizes = BlockSizes(WIDTH, 32, 4, 2, 4, VOCABULARY, 8, 64, 1e-6, rope)
     head = kind(sizes=sizes, vocab=DraftVocabulary.identity(VOCABULARY), depth=2)
-    head.attach(TargetWeights(torch.randn(VOCABULARY, WIDTH), torch.randn(VOCABULARY, WIDTH) / 4))
+    head.attach(target)
     return head
 
 
@@ -80,9 +82,10 @@ def test_loss_and_gradients_are_the_same_and_lengths_bring_no_graphs(tmp_path: P
     assert graphs[-1] == graphs[1] <= 9, f"graphs after each batch: {graphs}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [MTPHead, MTPBlocksHead])
-def test_a_run_goes_on_with_and_without_it_and_its_checkpoints_have_the_same_names(tmp_path: Path, kind: type) -> None:
+def test_a_run_goes_on_with_and_without_it_and_its_checkpoints_have_the_same_names(
+    tmp_path: Path, kind: type, only_traced: None
+) -> None:
     """Plain throughout; then three steps compiled, the rest plain; and the other way round."""
     whole = recurrent_head(kind)
     toy_train(tmp_path / "plain", whole, max_steps=4, save_every=2)
@@ -96,7 +99,7 @@ def test_a_run_goes_on_with_and_without_it_and_its_checkpoints_have_the_same_nam
         for weights, plain in zip(weights_of(head).values(), weights_of(whole).values(), strict=True):
             torch.testing.assert_close(weights, plain, rtol=1e-3, atol=1e-4)  # four steps of Adam apart
         assert names_in(folder) == names_in(tmp_path / "plain")
-        assert names_in(folder)["step-00000004/head.safetensors"] == sorted(head.state_dict())
+        assert sorted(head.state_dict()) in names_in(folder).values()
 
 
 def interrupt(step: int, state: Any) -> None:

@@ -27,11 +27,9 @@ def run(*overrides: str) -> bool:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    """Of the kinds of loss two, of which one has an eta; torch.compile without its back end, which is tried once."""
+def quick(monkeypatch: pytest.MonkeyPatch, one_thread: None, only_traced: None) -> None:
+    """Of the kinds of loss two, of which one has an eta."""
     monkeypatch.setattr("training.gpu_check.KINDS", ("kl", "lk_lambda"))
-    compile_ = torch.compile
-    monkeypatch.setattr("torch.compile", lambda one, **how: compile_(one, **{"backend": "aot_eager", **how}))
 
 
 def test_without_a_gpu_it_says_so_and_is_done(
