@@ -10,13 +10,11 @@ before it survive, which is how often a sampling decoder gets there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from heads.artifact import UserError
@@ -24,9 +22,13 @@ from heads.base import Projection, TargetWeights, wide
 from heads.compiled import compiled as through_compiler
 from heads.kernels import KINDS, Kernel, Said, kernel_of
 
-# Logits of all passes over a chunk of places that exist at the same time: few enough for a CPU's caches, and on a GPU
-# enough for products that keep it busy, at a few hundred MB.
-LOGITS, LOGITS_GPU = 1 << 24, 1 << 27
+# Logits of all passes over a chunk of places that exist at the same time: enough for products that keep a CPU or a GPU
+# busy, at a few dozen or a few hundred MB. With a large vocabulary at least so many places: each chunk adds to the
+# gradient of the whole projection, which costs more than the products of a small one.
+LOGITS, LOGITS_GPU, PLACES = 1 << 23, 1 << 27, 512
+# Of one pass that its loss is worked out on at the same time: on a CPU what its caches hold, as these are a dozen walks
+# over memory, and larger pieces would be paged in anew for each.
+SLICE = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,15 @@ class TargetRows:
     lse_N: Tensor
     token_N: Tensor
 
-    def said(self, low: int, high: int, *, compiled: bool = False) -> Said:
-        """What the target says at places low…high, fp32 or wider."""
-        p_CW, negentropy_C = through_compiler(_say, compiled)(
-            self.weights.logits(self.last_ND[low:high]), self.lse_N[low:high]
-        )
-        return Said(p_CW, negentropy_C, self.token_N[low:high])
+    def logits(self, places: slice) -> Tensor:
+        """The target's logits at these places, in its own dtype."""
+        return self.weights.logits(self.last_ND[places])
+
+    def said(self, logits_CW: Tensor, low: int, *, compiled: bool = False) -> Said:
+        """What the target says at the places from `low` on that have these logits, fp32 or wider."""
+        here = slice(low, low + len(logits_CW))
+        p_CW, negentropy_C = through_compiler(_say, compiled)(logits_CW, self.lse_N[here])
+        return Said(p_CW, negentropy_C, self.token_N[here])
 
 
 @dataclass(frozen=True)
@@ -106,23 +111,21 @@ def unrolled_loss(
     Pass k of start n predicts what the target says at place n + k; where that place lies in another turn the pair is
     not valid. p is computed once for each place and shared by all passes. Gradients go to the states, and to the
     weight and the bias of the projection where they require one: a frozen weight saves a third of the multiplications.
-    compiled: what runs over the logits goes through torch.compile, which reads them once instead of ten times.
+    compiled: what walks over the logits goes through torch.compile, which reads them a few times instead of a dozen.
     """
-    weight, bias, said = projection.weight, projection.bias_W, partial(target.said, compiled=compiled)
-    judge = _judge_in_place if compiled else _judge
-    how = _How(objective, projection.softcap, said, through_compiler(judge, compiled))
-    return UnrolledSums(*_Unrolled.apply(hidden_KND, weight, bias, valid_KN, how))  # type: ignore[no-untyped-call]
+    how = _How(target, objective, projection.softcap, compiled)
+    outputs = _Unrolled.apply(hidden_KND, projection.weight, projection.bias_W, valid_KN, how)  # type: ignore[no-untyped-call]
+    return UnrolledSums(*outputs)
 
 
 @dataclass(frozen=True)
 class _How:
-    """What is minimised, the cap of the draft's logits, what the target says at places low…high, and the function that
-    judges a pass (`_judge`)."""
+    """What a loss is made with beside its tensors; softcap: of the draft's logits."""
 
+    target: TargetRows
     objective: Objective
     softcap: float | None
-    said: Callable[[int, int], Said]
-    judge: Callable[..., tuple[Tensor, ...]]
+    compiled: bool
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,22 @@ def _spans(low: int, high: int, valid_KN: Tensor, known_KN: Tensor) -> list[_Spa
     return spans
 
 
+@dataclass(frozen=True)
+class _Product:
+    """Passes that share a projection, over one chunk: their states side by side, the draft's logits, of which the walk
+    makes their gradient, and what each row weighs."""
+
+    spans: list[_Span]
+    hidden_RD: Tensor
+    logits_RW: Tensor
+    scale_R: Tensor
+
+    def parts(self) -> Iterator[tuple[_Span, Tensor, Tensor]]:
+        """Each pass with its own rows of logits and weights."""
+        sizes = [len(span.valid_C) for span in self.spans]
+        return zip(self.spans, self.logits_RW.split(sizes), self.scale_R.split(sizes), strict=True)
+
+
 class _Unrolled(torch.autograd.Function):
     """Value and gradient in one walk over chunks of places; backward only scales what forward has computed."""
 
@@ -157,27 +176,26 @@ class _Unrolled(torch.autograd.Function):
         valid_KN: Tensor,
         how: _How,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        walk = _Walk(hidden_KND, weight, bias_W, how, ctx.needs_input_grad[:3])
         depth, starts, _ = hidden_KND.shape
-        chunk = max(1, (LOGITS if hidden_KND.device.type == "cpu" else LOGITS_GPU) // (depth * weight.shape[-2]))
+        most = LOGITS if hidden_KND.device.type == "cpu" else LOGITS_GPU
+        chunk = min(starts, max(PLACES, most // (depth * weight.shape[-2])))
+        walk = _Walk(hidden_KND, weight, bias_W, how, ctx.needs_input_grad[:3], chunk)
         known_KN = valid_KN.cpu()  # once, instead of waiting for the device in every chunk
         for low in range(0, starts, chunk):
             high = min(starts, low + chunk)
-            spans = _spans(low, high, valid_KN, known_KN)
-            said = how.said(low, high)
-            # With one projection, one product for all passes over these places.
-            for group in [spans] if weight.dim() == 2 else [[span] for span in spans]:
-                walk.take(group, [said[span.places.start - low :] for span in group])
-        ctx.save_for_backward(walk.hidden_grad, walk.weight_grad, walk.bias_grad)
+            walk.take(_spans(low, high, valid_KN, known_KN))
+        ctx.gradients = walk.hidden_grad, walk.weight_grad, walk.bias_grad
         ctx.dtypes = hidden_KND.dtype, weight.dtype, None if bias_W is None else bias_W.dtype
         ctx.mark_non_differentiable(walk.loss_K, walk.match_KN, walk.overlap_KN)
         return walk.total, walk.loss_K, walk.match_KN, walk.overlap_KN
 
     @staticmethod
     def backward(ctx: Any, total_grad: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "the gradients are scaled in place: backward runs once"
         scaled = [
-            None if grad is None else (grad * total_grad.to(grad.dtype)).to(dtype)
-            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            None if grad is None else grad.mul_(total_grad).to(dtype)
+            for grad, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None
 
@@ -193,8 +211,10 @@ class _Walk:
         bias_W: Tensor | None,
         how: _How,
         trained: tuple[bool, bool, bool],
+        chunk: int,
     ) -> None:
-        """trained: whether states, weight and bias want a gradient; what none wants is not computed."""
+        """trained: whether states, weight and bias want a gradient; what none wants is not computed. chunk: places at
+        most."""
         depth, starts, _ = hidden_KND.shape
         self.hidden_KND, self.how = hidden_KND, how
         self.kernel = kernel_of(how.objective.kind, how.objective.eta)
@@ -207,33 +227,54 @@ class _Walk:
         self.hidden_grad = torch.zeros_like(hidden_KND) if trained[0] else None
         self.weight_grad = torch.zeros_like(wide(weight)) if trained[1] else None
         self.bias_grad = torch.zeros_like(wide(bias_W)) if bias_W is not None and trained[2] else None
+        # The same memory for every chunk: new one is paged in at first touch, which takes as long as the products.
+        self.room_RW = hidden_KND.new_empty(depth * chunk, weight.shape[-2])
+        self.room_WD = self.weight.new_empty(weight.shape[-2:]) if trained[1] else None
 
-    def take(self, spans: list[_Span], said: list[Said]) -> None:
-        """Passes that share a projection, over one chunk, and what the target says to each."""
-        k = spans[0].k if self.weight.dim() == 3 else ...
-        weight_WD, sizes = self.weight[k], [len(span.valid_C) for span in spans]
-        hidden_RD = torch.cat([self.hidden_KND[span.k, span.rows] for span in spans])
-        logits_RW = F.linear(hidden_RD, weight_WD, None if self.bias_W is None else self.bias_W[k])
-        scales = []
-        for span, says, logits in zip(spans, said, logits_RW.split(sizes), strict=True):
-            # What a pass leaves lives until the next one has made its own. Given back to the system in between, the
-            # memory would be paged in anew each time.
-            loss_C, overlap_C, match_C, *_left = self.how.judge(logits, says, self.kernel, self.how.softcap)
-            scales.append(self._count(span, loss_C, overlap_C, match_C))
-        # Depth weights and invalid pairs scale rows: cheaper on the states than on the logits.
-        gradient_RW, scale_R1 = logits_RW, torch.cat(scales)[:, None].to(logits_RW.dtype)
-        if self.hidden_grad is not None:
-            grad_RD = (gradient_RW @ weight_WD).mul_(scale_R1)
-            for span, grad in zip(spans, grad_RD.split(sizes), strict=True):
-                self.hidden_grad[span.k, span.rows] = grad
-        if self.bias_grad is not None:
-            self.bias_grad[k].add_((gradient_RW.T @ scale_R1)[:, 0])
-        if self.weight_grad is not None:
-            self.weight_grad[k].add_(gradient_RW.T @ hidden_RD.mul_(scale_R1))
+    def take(self, spans: list[_Span]) -> None:
+        """All passes over one chunk of places, and what the target says there."""
+        # With one projection, one product for all passes.
+        groups = [spans] if self.weight.dim() == 2 else [[span] for span in spans]
+        products: list[_Product] = []
+        used = 0
+        for group in groups:
+            products.append(self._product(group, self.room_RW[used:]))
+            used += len(products[-1].hidden_RD)
+        self._judge(spans[0].places, [part for product in products for part in product.parts()])
+        for product in products:
+            self._add_gradients(product)
 
-    def _count(self, span: _Span, loss_C: Tensor, overlap_C: Tensor, match_C: Tensor) -> Tensor:
-        """Add one pass to the sums; returns what each of its rows weighs [C]."""
-        k, rows, valid_C = span.k, span.rows, span.valid_C
+    def _product(self, spans: list[_Span], room_RW: Tensor) -> _Product:
+        """The draft's logits, in the first rows of the room."""
+        hidden_RD, at = torch.cat([self.hidden_KND[span.k, span.rows] for span in spans]), self._at(spans)
+        logits_RW = room_RW[: len(hidden_RD)]
+        if self.bias_W is None:
+            torch.mm(hidden_RD, self.weight[at].T, out=logits_RW)
+        else:
+            torch.addmm(self.bias_W[at], hidden_RD, self.weight[at].T, out=logits_RW)
+        return _Product(spans, hidden_RD, logits_RW, hidden_RD.new_empty(len(hidden_RD)))
+
+    def _judge(self, places: slice, parts: list[tuple[_Span, Tensor, Tensor]]) -> None:
+        """The losses of these places, a few at a time; logits become gradients."""
+        target = self.how.target
+        target_CW = target.logits(places)
+        step = max(1, SLICE // target_CW.shape[1]) if target_CW.device.type == "cpu" else len(target_CW)
+        for low in range(places.start, places.stop, step):
+            high = min(places.stop, low + step)
+            said = target.said(target_CW[low - places.start : high - places.start], low, compiled=self.how.compiled)
+            for span, logits_RW, scale_R in parts:
+                first = max(low, span.places.start)
+                if first < high:
+                    here = slice(first - span.places.start, high - span.places.start)
+                    scale_R[here] = self._pass(span, here, logits_RW[here], said[first - low :])
+
+    def _pass(self, span: _Span, here: slice, logits: Tensor, says: Said) -> Tensor:
+        """One pass over some of its rows: add it to the sums, put the gradient in the place of the logits, and return
+        what each row weighs [C]."""
+        judge = through_compiler(_judged, self.how.compiled)
+        loss_C, overlap_C, match_C = judge(logits, says, self.kernel, self.how.softcap)
+        k, valid_C = span.k, span.valid_C[here]
+        rows = slice(span.rows.start + here.start, span.rows.start + here.stop)
         self.match_KN[k, rows] = match_C & valid_C
         self.overlap_KN[k, rows] = overlap_C * valid_C
         scale_C = self.how.objective.weight(k, self.overlap_KN[:, rows]) * valid_C
@@ -241,25 +282,37 @@ class _Walk:
         self.total += (loss_C * scale_C).sum()
         return scale_C
 
+    def _add_gradients(self, product: _Product) -> None:
+        """Depth weights and invalid pairs scale rows: cheaper on the states than on the logits."""
+        spans, hidden_RD, gradient_RW, at = product.spans, product.hidden_RD, product.logits_RW, self._at(product.spans)
+        scale_R1 = product.scale_R[:, None]
+        if self.hidden_grad is not None:
+            grad_RD = (gradient_RW @ self.weight[at]).mul_(scale_R1)
+            for span, grad in zip(spans, grad_RD.split([len(span.valid_C) for span in spans]), strict=True):
+                self.hidden_grad[span.k, span.rows] = grad
+        if self.bias_grad is not None:
+            self.bias_grad[at].add_((gradient_RW.T @ scale_R1)[:, 0])
+        if self.weight_grad is not None:
+            self.weight_grad[at].add_(torch.mm(gradient_RW.T, hidden_RD.mul_(scale_R1), out=self.room_WD))
+
+    def _at(self, spans: list[_Span]) -> Any:
+        """Where the projection of these passes is."""
+        return spans[0].k if self.weight.dim() == 3 else ...
+
 
 def _say(logits_CW: Tensor, lse_C: Tensor) -> tuple[Tensor, Tensor]:
-    """p and Σ p log p out of the target's logits, which are done with."""
-    log_p_CW = wide(logits_CW).sub_(lse_C[:, None])
+    """p and Σ p log p out of the target's logits."""
+    log_p_CW = wide(logits_CW) - lse_C[:, None]
     p_CW = log_p_CW.exp()
     return p_CW, log_p_CW.mul_(p_CW).sum(-1)
 
 
-def _judge(logits: Tensor, said: Said, kernel: Kernel, softcap: float | None) -> tuple[Tensor, ...]:
-    """Loss, overlap and match [C] of a pass, and what else was made on the way; its logits become their gradient."""
+def _judged(logits: Tensor, says: Said, kernel: Kernel, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, overlap and match [C] of the draft's logits, in whose place their gradient is put."""
     logits_CW = wide(logits) if softcap is None else (wide(logits) / softcap).tanh_().mul_(softcap)
-    match_C = logits_CW.max(-1).indices == said.token_C
-    loss_C, gradient_CW, overlap_C = kernel(logits_CW, said)
+    match_C = logits_CW.max(-1).indices == says.token_C
+    loss_C, gradient_CW, overlap_C = kernel(logits_CW, says)
     if softcap is not None:
         gradient_CW.mul_(1 - (logits_CW / softcap).square_())
     logits.copy_(gradient_CW)
-    return loss_C, overlap_C, match_C, logits_CW, gradient_CW
-
-
-def _judge_in_place(logits: Tensor, said: Said, kernel: Kernel, softcap: float | None) -> tuple[Tensor, ...]:
-    """The same without what was made on the way, which compiled need not exist."""
-    return _judge(logits, said, kernel, softcap)[:3]
+    return loss_C, overlap_C, match_C

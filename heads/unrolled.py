@@ -19,7 +19,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from heads.base import wide
 from heads.compiled import compiled
 
-SCORES = 1 << 18  # of one query head that exist at a time
+# Of one query head, and queries, that exist at a time; the fewer queries, the less of what they see is masked.
+SCORES, QUERIES = 1 << 18, 96
 _SIDE = 128  # of a block of the mask, as the kernels of FlexAttention have it
 
 
@@ -43,7 +44,7 @@ class Columns:
             while last < len(starts) and starts[last] < document + length:
                 last += 1
             while first < last:
-                stop = min(last, first + max(1, SCORES // length))
+                stop = min(last, first + max(1, min(QUERIES, SCORES // length)))
                 blocks.append((slice(first, stop), slice(document, starts[stop - 1] + 1)))
                 first = stop
             document += length
@@ -194,10 +195,11 @@ def _base(q: Tensor, k: Tensor, v: Tensor, columns: Columns) -> tuple[Tensor, Te
     out, lse = torch.empty_like(q), wide(q.new_empty(q.shape[:2]))
     for rows, slots in columns.blocks:
         scores_GRT = _scores(q[rows], keys_GTd[:, slots], columns.starts_N[rows] - slots.start)
-        lse_GR = scores_GRT.logsumexp(-1)
-        weights_GRT = scores_GRT.sub_(lse_GR[..., None]).exp_().to(v.dtype)
-        out[rows] = _by_query(weights_GRT @ values_GTd[:, slots], len(out[rows]))
-        lse[rows] = _by_query(lse_GR[..., None], len(out[rows]))[..., 0]
+        most_GR1 = scores_GRT.amax(-1, keepdim=True)
+        weights_GRT = scores_GRT.sub_(most_GR1).exp_()
+        sum_GR1 = weights_GRT.sum(-1, keepdim=True)
+        out[rows] = _by_query((weights_GRT.to(v.dtype) @ values_GTd[:, slots]) / sum_GR1, len(out[rows]))
+        lse[rows] = _by_query(sum_GR1.log().add_(most_GR1), len(out[rows]))[..., 0]
     return out, lse
 
 

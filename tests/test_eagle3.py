@@ -107,7 +107,9 @@ def test_packed_equals_each_document_alone(tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["kl", "tv"])
 def test_loss_equals_reference_in_value_and_gradient(tmp_path, monkeypatch, kind: str, softcap: float | None) -> None:
     """The chunked loss against plain autograd over the target's full distribution, mass outside W included."""
-    monkeypatch.setattr("heads.losses.LOGITS", 400)  # chunks of a few places
+    monkeypatch.setattr("heads.losses.PLACES", 5)  # of a chunk
+    monkeypatch.setattr("heads.losses.LOGITS", 1)
+    monkeypatch.setattr("heads.losses.SLICE", 100)
     target = load_tiny(tmp_path)
     target._softcap = softcap
     head = make_head(target, loss=kind)

@@ -68,16 +68,16 @@ def test_what_is_wrong_is_noticed_and_hides_nothing(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A loss that is off, an attention that cannot be compiled, a way to train that runs out of memory."""
-    from heads.losses import _judge
+    from heads.losses import _judged
 
     def off(*inputs: object) -> tuple[torch.Tensor, ...]:
-        loss, *more = _judge(*inputs)
+        loss, *more = _judged(*inputs)
         return loss * 1.001, *more
 
     def broken(*inputs: object) -> torch.Tensor:
         raise RuntimeError("out of shared memory")
 
-    monkeypatch.setattr("heads.losses._judge", off)
+    monkeypatch.setattr("heads.losses._judged", off)
     monkeypatch.setattr("training.gpu_check.fused_attention", broken)
     monkeypatch.setattr("training.gpu_check.KINDS", ("kl",))
     monkeypatch.setattr("heads.compiled.torch.compile", lambda one, **how: broken)

@@ -205,6 +205,13 @@ def test_mass_outside_the_draft_vocabulary_is_lost() -> None:
     assert not sums.match_KN.item()
 
 
+def cut(monkeypatch, *, places: int, at_a_time: int) -> None:
+    """Chunks of so many places, of which so many are judged at a time."""
+    monkeypatch.setattr("heads.losses.PLACES", 1)
+    monkeypatch.setattr("heads.losses.LOGITS", places * DEPTH * DRAFTABLE)
+    monkeypatch.setattr("heads.losses.SLICE", at_a_time * DRAFTABLE)
+
+
 # ---- passes and chunks --------------------------------------------------------------------------------------------
 
 
@@ -212,14 +219,15 @@ def test_mass_outside_the_draft_vocabulary_is_lost() -> None:
 @pytest.mark.parametrize("shape", [{}, {"per_pass": True, "bias": True, "softcap": 2.5}], ids=["shared", "per pass"])
 @pytest.mark.parametrize("decay", [0.8, "survival"])
 def test_unrolled_equals_reference(monkeypatch, kind: str, shape: dict, decay: float | str) -> None:
-    monkeypatch.setattr("heads.losses.LOGITS", 3 * DEPTH * DRAFTABLE)  # chunks of 3 places
+    cut(monkeypatch, places=3, at_a_time=2)
     assert_same(problem(**shape), Objective(kind, decay, 2.0))
 
 
 @pytest.mark.parametrize("shape", [{"bias": True}, {"softcap": 1.5}, {"per_pass": True}], ids=str)
-@pytest.mark.parametrize("chunk", [1, 2, 5, STARTS - 1, STARTS])
-def test_chunks_of_any_size(monkeypatch, shape: dict, chunk: int) -> None:
-    monkeypatch.setattr("heads.losses.LOGITS", chunk * DEPTH * DRAFTABLE)
+@pytest.mark.parametrize("at_a_time", [1, 3, STARTS])
+@pytest.mark.parametrize("places", [1, 2, 5, STARTS - 1, STARTS])
+def test_chunks_of_any_size(monkeypatch, shape: dict, places: int, at_a_time: int) -> None:
+    cut(monkeypatch, places=places, at_a_time=at_a_time)
     assert_same(problem(**shape), Objective("lk_lambda", "survival"))
 
 

@@ -228,7 +228,7 @@ def _plain_loss(kind: str, hidden_KND: Tensor, weight_WD: Tensor, rows: TargetRo
     """The sum over all passes by operations that autograd knows. The logits are as rounded as those of the fast path:
     whether q is above or below p decides the gradient of some kinds."""
     places = hidden_KND.shape[1]
-    p_NW = rows.said(0, places).p_CW
+    p_NW = rows.said(rows.logits(slice(0, places)), 0).p_CW
     passes = []
     for k, hidden_ND in enumerate(hidden_KND):
         logits_NW = wide(hidden_ND[: places - k] @ weight_WD.T)
