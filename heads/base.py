@@ -280,6 +280,10 @@ class Learner(nn.Module, ABC):
     arguments: dict[str, Any]
     recompute: bool | None = None
     """Whether the backward computes again what it could have kept; None where there is nothing to save by it."""
+    compiled: bool | None = None
+    """Whether what the loss is made of goes through torch.compile; None where none of it can."""
+    flex: bool | None = None
+    """Whether FlexAttention, on a GPU only, takes the place of blocks of queries; None where there are none."""
 
     @abstractmethod
     def loss(self, features: TargetFeatures) -> LossSums:
@@ -318,14 +322,14 @@ class DraftHead(Learner):
     @property
     def target(self) -> TargetWeights:
         """The lent weights; asking before `attach` is a programming error."""
-        assert self._target, "attach(target) must come before the head is used"
+        assert len(self._target) > 0, "attach(target) must come before the head is used"
         return self._target[0]
 
     @property
     def draftable(self) -> TargetWeights:
         """The lent weights over the draft vocabulary: what the target's say is compared on, and read by if a head has
         no projection of its own."""
-        assert self._target, "attach(target) must come before the head is used"
+        assert len(self._target) > 0, "attach(target) must come before the head is used"
         return self._target[1]
 
     def check_depth(self, depth: int, setting: str = "eval.gamma") -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -163,6 +163,7 @@ KERNELS: dict[str, Kernel] = {
 KINDS = (*KERNELS, "lk_lambda")
 
 
+@cache
 def kernel_of(kind: str, eta: float) -> Kernel:
     """The kernel of one of KINDS."""
     return partial(lk_lambda_kernel, eta=eta) if kind == "lk_lambda" else KERNELS[kind]

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from heads.artifact import UserError
 from heads.base import Projection, TargetWeights, wide
-from heads.kernels import KINDS, Said, kernel_of
+from heads.compiled import compiled as through_compiler
+from heads.kernels import KINDS, Kernel, Said, kernel_of
 
 # Logits of all passes over a chunk of places that exist at the same time: enough for products that keep a CPU or a GPU
 # busy, at a few dozen or a few hundred MB. With a large vocabulary at least so many places: each chunk adds to the
@@ -77,12 +78,11 @@ class TargetRows:
         """The target's logits at these places, in its own dtype."""
         return self.weights.logits(self.last_ND[places])
 
-    def said(self, logits_CW: Tensor, low: int) -> Said:
+    def said(self, logits_CW: Tensor, low: int, *, compiled: bool = False) -> Said:
         """What the target says at the places from `low` on that have these logits, fp32 or wider."""
-        high = low + len(logits_CW)
-        log_p_CW = wide(logits_CW) - self.lse_N[low:high, None]
-        p_CW = log_p_CW.exp()
-        return Said(p_CW, log_p_CW.mul_(p_CW).sum(-1), self.token_N[low:high])
+        here = slice(low, low + len(logits_CW))
+        p_CW, negentropy_C = through_compiler(_say, compiled)(logits_CW, self.lse_N[here])
+        return Said(p_CW, negentropy_C, self.token_N[here])
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,34 @@ class UnrolledSums:
 
 
 def unrolled_loss(
-    hidden_KND: Tensor, projection: Projection, target: TargetRows, valid_KN: Tensor, objective: Objective
+    hidden_KND: Tensor,
+    projection: Projection,
+    target: TargetRows,
+    valid_KN: Tensor,
+    objective: Objective,
+    *,
+    compiled: bool = False,
 ) -> UnrolledSums:
     """Loss of K unrolled passes over N starts, sorted by position.
 
     Pass k of start n predicts what the target says at place n + k; where that place lies in another turn the pair is
     not valid. p is computed once for each place and shared by all passes. Gradients go to the states, and to the
     weight and the bias of the projection where they require one: a frozen weight saves a third of the multiplications.
+    compiled: what walks over the logits goes through torch.compile, which reads them a few times instead of a dozen.
     """
-    weight, bias = projection.weight, projection.bias_W
-    outputs = _Unrolled.apply(hidden_KND, weight, bias, projection.softcap, target, valid_KN, objective)  # type: ignore[no-untyped-call]
+    how = _How(target, objective, projection.softcap, compiled)
+    outputs = _Unrolled.apply(hidden_KND, projection.weight, projection.bias_W, valid_KN, how)  # type: ignore[no-untyped-call]
     return UnrolledSums(*outputs)
+
+
+@dataclass(frozen=True)
+class _How:
+    """What a loss is made with beside its tensors; softcap: of the draft's logits."""
+
+    target: TargetRows
+    objective: Objective
+    softcap: float | None
+    compiled: bool
 
 
 @dataclass(frozen=True)
@@ -126,7 +143,7 @@ def _likeliest(logits_CW: Tensor, token_C: Tensor) -> Tensor:
 
     On a CPU a maximum with its place takes five times as long as one without, so the place is sought for ties alone.
     """
-    if logits_CW.device.type != "cpu":
+    if logits_CW.device.type != "cpu" or torch.compiler.is_compiling():
         return logits_CW.max(-1).indices == token_C
     token_C1 = token_C.clamp_min(0)[:, None]
     own_C1 = logits_CW.gather(1, token_C1)
@@ -172,19 +189,17 @@ class _Unrolled(torch.autograd.Function):
         hidden_KND: Tensor,
         weight: Tensor,
         bias_W: Tensor | None,
-        softcap: float | None,
-        target: TargetRows,
         valid_KN: Tensor,
-        objective: Objective,
+        how: _How,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         depth, starts, _ = hidden_KND.shape
         most = LOGITS if hidden_KND.device.type == "cpu" else LOGITS_GPU
         chunk = min(starts, max(PLACES, most // (depth * weight.shape[-2])))
-        walk = _Walk(hidden_KND, Projection(weight, bias_W, softcap), objective, ctx.needs_input_grad[:3], chunk)
+        walk = _Walk(hidden_KND, weight, bias_W, how, ctx.needs_input_grad[:3], chunk)
         known_KN = valid_KN.cpu()  # once, instead of waiting for the device in every chunk
         for low in range(0, starts, chunk):
             high = min(starts, low + chunk)
-            walk.take(_spans(low, high, valid_KN, known_KN), target)
+            walk.take(_spans(low, high, valid_KN, known_KN))
         ctx.gradients = walk.hidden_grad, walk.weight_grad, walk.bias_grad
         ctx.dtypes = hidden_KND.dtype, weight.dtype, None if bias_W is None else bias_W.dtype
         ctx.mark_non_differentiable(walk.loss_K, walk.match_KN, walk.overlap_KN)
@@ -198,7 +213,7 @@ class _Unrolled(torch.autograd.Function):
             None if grad is None else grad.mul_(total_grad).to(dtype)
             for grad, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None
+        return *scaled, None, None
 
 
 class _Walk:
@@ -208,17 +223,17 @@ class _Walk:
     def __init__(
         self,
         hidden_KND: Tensor,
-        projection: Projection,
-        objective: Objective,
+        weight: Tensor,
+        bias_W: Tensor | None,
+        how: _How,
         trained: tuple[bool, bool, bool],
         chunk: int,
     ) -> None:
         """trained: whether states, weight and bias want a gradient; what none wants is not computed. chunk: places at
         most."""
         depth, starts, _ = hidden_KND.shape
-        weight, bias_W = projection.weight, projection.bias_W
-        self.hidden_KND, self.softcap, self.objective = hidden_KND, projection.softcap, objective
-        self.kernel = kernel_of(objective.kind, objective.eta)
+        self.hidden_KND, self.how = hidden_KND, how
+        self.kernel = kernel_of(how.objective.kind, how.objective.eta)
         self.weight = weight.to(hidden_KND.dtype)
         self.bias_W = None if bias_W is None else bias_W.to(hidden_KND.dtype)
         self.total = wide(hidden_KND).new_zeros(())
@@ -232,7 +247,7 @@ class _Walk:
         self.room_RW = hidden_KND.new_empty(depth * chunk, weight.shape[-2])
         self.room_WD = self.weight.new_empty(weight.shape[-2:]) if trained[1] else None
 
-    def take(self, spans: list[_Span], target: TargetRows) -> None:
+    def take(self, spans: list[_Span]) -> None:
         """All passes over one chunk of places, and what the target says there."""
         # With one projection, one product for all passes.
         groups = [spans] if self.weight.dim() == 2 else [[span] for span in spans]
@@ -241,7 +256,7 @@ class _Walk:
         for group in groups:
             products.append(self._product(group, self.room_RW[used:]))
             used += len(products[-1].hidden_RD)
-        self._judge(spans[0].places, [part for product in products for part in product.parts()], target)
+        self._judge(spans[0].places, [part for product in products for part in product.parts()])
         for product in products:
             self._add_gradients(product)
 
@@ -255,13 +270,14 @@ class _Walk:
             torch.addmm(self.bias_W[at], hidden_RD, self.weight[at].T, out=logits_RW)
         return _Product(spans, hidden_RD, logits_RW, hidden_RD.new_empty(len(hidden_RD)))
 
-    def _judge(self, places: slice, parts: list[tuple[_Span, Tensor, Tensor]], target: TargetRows) -> None:
+    def _judge(self, places: slice, parts: list[tuple[_Span, Tensor, Tensor]]) -> None:
         """The losses of these places, a few at a time; logits become gradients."""
+        target = self.how.target
         target_CW = target.logits(places)
         step = max(1, SLICE // target_CW.shape[1]) if target_CW.device.type == "cpu" else len(target_CW)
         for low in range(places.start, places.stop, step):
             high = min(places.stop, low + step)
-            said = target.said(target_CW[low - places.start : high - places.start], low)
+            said = target.said(target_CW[low - places.start : high - places.start], low, compiled=self.how.compiled)
             for span, logits_RW, scale_R in parts:
                 first = max(low, span.places.start)
                 if first < high:
@@ -271,17 +287,13 @@ class _Walk:
     def _pass(self, span: _Span, here: slice, logits: Tensor, says: Said) -> Tensor:
         """One pass over some of its rows: add it to the sums, put the gradient in the place of the logits, and return
         what each row weighs [C]."""
-        logits_CW = self._capped(logits)
-        match_C = _likeliest(logits_CW, says.token_C)
-        loss_C, gradient_CW, overlap_C = self.kernel(logits_CW, says)
-        if self.softcap is not None:
-            gradient_CW.mul_(1 - (logits_CW / self.softcap).square_())
-        logits.copy_(gradient_CW)
+        judge = through_compiler(_judged, self.how.compiled)
+        loss_C, overlap_C, match_C = judge(logits, says, self.kernel, self.how.softcap)
         k, valid_C = span.k, span.valid_C[here]
         rows = slice(span.rows.start + here.start, span.rows.start + here.stop)
         self.match_KN[k, rows] = match_C & valid_C
         self.overlap_KN[k, rows] = overlap_C * valid_C
-        scale_C = self.objective.weight(k, self.overlap_KN[:, rows]) * valid_C
+        scale_C = self.how.objective.weight(k, self.overlap_KN[:, rows]) * valid_C
         self.loss_K[k] += (loss_C * valid_C).sum()
         self.total += (loss_C * scale_C).sum()
         return scale_C
@@ -307,6 +319,20 @@ class _Walk:
         """Where the projection of these passes is."""
         return spans[0].k if self.weight.dim() == 3 else ...
 
-    def _capped(self, logits: Tensor) -> Tensor:
-        """The draft's logits, at least fp32."""
-        return wide(logits) if self.softcap is None else (wide(logits) / self.softcap).tanh_().mul_(self.softcap)
+
+def _say(logits_CW: Tensor, lse_C: Tensor) -> tuple[Tensor, Tensor]:
+    """p and Σ p log p out of the target's logits."""
+    log_p_CW = wide(logits_CW) - lse_C[:, None]
+    p_CW = log_p_CW.exp()
+    return p_CW, log_p_CW.mul_(p_CW).sum(-1)
+
+
+def _judged(logits: Tensor, says: Said, kernel: Kernel, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, overlap and match [C] of the draft's logits, in whose place their gradient is put."""
+    logits_CW = wide(logits) if softcap is None else (wide(logits) / softcap).tanh_().mul_(softcap)
+    match_C = _likeliest(logits_CW, says.token_C)
+    loss_C, gradient_CW, overlap_C = kernel(logits_CW, says)
+    if softcap is not None:
+        gradient_CW.mul_(1 - (logits_CW / softcap).square_())
+    logits.copy_(gradient_CW)
+    return loss_C, overlap_C, match_C

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from heads.base import Committed, Draw, FeatureNeeds, LossSums, Proposal, TargetFeatures
 from heads.cache import Block, BlockCache
+from heads.compiled import compiled
 from heads.layers import BlockSizes, Rotary
 from heads.mtp_module import MTPModule
 from heads.pairs import PairHead
 from heads.target import FrozenTarget
 from heads.tree_draft import Tree, draft_tree
-from heads.unrolled import Columns, unrolled_attention
+from heads.unrolled import Columns, fused_attention, unrolled_attention
 from heads.vocab import DraftVocabulary
 
 
@@ -44,6 +45,8 @@ class MTPBlocksHead(PairHead):
     sizes: of the target's layers; depth: modules K; loss, decay, eta: see heads.losses.Objective. Raises UserError on
     values that cannot be.
     """
+
+    flex = False
 
     def __init__(
         self,
@@ -111,14 +114,13 @@ class MTPBlocksHead(PairHead):
         self, module: MTPModule, tokens_S: Tensor, states_SD: Tensor, positions_S: Tensor, lengths: tuple[int, ...]
     ) -> Tensor:
         """A module over all slots of packed documents, each of which sees those of its document up to itself."""
-        normed_SD = module.hidden_norm(states_SD)
-        slot = module.join(self._embed(tokens_S, normed_SD), normed_SD, positions_S)
-        cos, sin = (table[0] for table in self.rotary(slot.x, positions_S[None]))
-        attention = module.layer.self_attn
-        queries_SHd, base = attention.queries(slot.x, (cos, sin)), attention.keys_values(slot.x, (cos, sin))
+        enter, leave = compiled(_enter, self.compiled), compiled(_leave, self.compiled)
+        rope = tuple(table[0] for table in self.rotary(self.rotary.inv_freq, positions_S[None]))
+        residual_SD, queries_SHd, *base = enter(module, self._embed(tokens_S, states_SD), states_SD, positions_S, rope)
         columns = Columns(lengths, torch.arange(len(tokens_S), device=tokens_S.device))
-        attended_SD = attention.o_proj(unrolled_attention(queries_SHd, base, [], columns).flatten(1))
-        return module.close(slot.residual, attended_SD)
+        attend = fused_attention if self.flex else unrolled_attention
+        made_SD: Tensor = leave(module, residual_SD, attend(queries_SHd, (base[0], base[1]), [], columns))
+        return made_SD
 
     def _given(self, last: Tensor) -> Tensor:
         """f as it is."""
@@ -210,6 +212,18 @@ class MTPBlocksHead(PairHead):
         rope = self.rotary(slot.x, block.positions_BN)
         allowed_BNC = block.allowed_BNC if k == 0 else _without_first(k, block, cache.width)
         return module.close(slot.residual, module.layer.self_attn.cached(slot.x, rope, cache, allowed_BNC, layer=k))
+
+
+def _enter(
+    module: MTPModule, embedded: Tensor, states: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Residual, queries, keys and values of some slots."""
+    slot, attention = module.join(embedded, module.hidden_norm(states), positions), module.layer.self_attn
+    return slot.residual, attention.queries(slot.x, rope), *attention.keys_values(slot.x, rope)
+
+
+def _leave(module: MTPModule, residual: Tensor, attended_SHd: Tensor) -> Tensor:
+    return module.close(residual, module.layer.self_attn.o_proj(attended_SHd.flatten(1)))
 
 
 def _without_first(k: int, block: Block, width: int) -> Tensor:

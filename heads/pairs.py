@@ -25,6 +25,8 @@ class PairHead(DraftHead):
     Raises UserError on a depth or an objective that cannot be.
     """
 
+    compiled = False
+
     def __init__(
         self,
         *,
@@ -64,7 +66,8 @@ class PairHead(DraftHead):
         """The states of all passes against what the target says where they predict (see `learn`)."""
         check_places(starts_N, valid_KN)
         rows = target_rows(features, starts_N, self.draftable, self.vocab)
-        return unrolled_loss(hidden_KND, projection or self.draftable.projection, rows, valid_KN, self.objective)
+        read = projection or self.draftable.projection
+        return unrolled_loss(hidden_KND, read, rows, valid_KN, self.objective, compiled=self.compiled)
 
 
 def supervised_pairs(supervised_T: Tensor, lengths: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:

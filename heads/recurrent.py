@@ -21,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from heads.base import Committed, Draw, Proposal, TargetFeatures
 from heads.cache import Block, BlockCache
-from heads.layers import DraftBlock, Rotary
+from heads.compiled import compiled
+from heads.layers import DraftAttention, DraftBlock, Rotary
 from heads.pairs import PairHead
 from heads.tree_draft import Tree, draft_tree
-from heads.unrolled import Columns, unrolled_attention
+from heads.unrolled import Columns, fused_attention, unrolled_attention
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin of some positions."""
@@ -142,7 +143,7 @@ class RecurrentHead(SelfFedHead):
 
     layer: DraftBlock
     rotary: Rotary
-    recompute = False
+    recompute, flex = False, False
 
     @abstractmethod
     def slot(self, next_ids: Tensor, fed: Tensor, positions: Tensor) -> Slot:
@@ -158,9 +159,8 @@ class RecurrentHead(SelfFedHead):
         columns = Columns(features.lengths, starts_N)
         following_T = features.ids_T.roll(-1)  # the last slot of a document gets a wrong token and is never a start
         base_TD = self.given(features.taps_TE, features.last_TD)
-        every = self.slot(following_T, base_TD, positions_T)
-        rope_T = self._rope(every.x, positions_T)
-        base = self.layer.self_attn.keys_values(every.x, rope_T)
+        rope_T = self._rope(positions_T)
+        every, base = self._enter(following_T, base_TD, positions_T, rope_T)
         here = Slot(every.x[starts_N], every.residual[starts_N])
         rope_N = (rope_T[0][starts_N], rope_T[1][starts_N])
         fed_ND, output_ND = self._again(self._attend, here, rope_N, base, [], columns)
@@ -184,19 +184,28 @@ class RecurrentHead(SelfFedHead):
         self, ids_N: Tensor, fed_ND: Tensor, positions_N: Tensor, base: Column, own: list[Column], columns: Columns
     ) -> tuple[Tensor, Tensor, Column]:
         """A pass after the first: (what the next is fed, the state that is read, keys and values of its own column)."""
-        here = self.slot(ids_N, fed_ND, positions_N)
-        rope_N = self._rope(here.x, positions_N)
-        column = self.layer.self_attn.keys_values(here.x, rope_N)
+        rope_N = self._rope(positions_N)
+        here, column = self._enter(ids_N, fed_ND, positions_N, rope_N)
         return *self._attend(here, rope_N, base, [*own, column], columns), column
 
     def _attend(
         self, here: Slot, rope_N: Rope, base: Column, own: list[Column], columns: Columns
     ) -> tuple[Tensor, Tensor]:
         """(what the next pass is fed, the state that is read) of slots that see the base and their own column."""
-        queries_NHd = self.layer.self_attn.queries(here.x, rope_N)
-        attended_ND = self.layer.self_attn.o_proj(unrolled_attention(queries_NHd, base, own, columns).flatten(1))
-        fed_ND, output_ND = self.outcome(here.residual, attended_ND)
-        return fed_ND, output_ND.to(attended_ND.dtype)
+        attention = self.layer.self_attn
+        queries_NHd = self._run(DraftAttention.queries, attention, here.x, rope_N)
+        attend = fused_attention if self.flex else unrolled_attention
+        fed_ND, output_ND = self._run(_leave, self, here.residual, attend(queries_NHd, base, own, columns))
+        return fed_ND, output_ND
+
+    def _enter(self, ids: Tensor, fed: Tensor, positions: Tensor, rope: Rope) -> tuple[Slot, Column]:
+        """Some slots, and their keys and values."""
+        x, residual, keys, values = self._run(_enter, self, ids, fed, positions, rope)
+        return Slot(x, residual), (keys, values)
+
+    def _run(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """What the function gives, compiled where the head is."""
+        return compiled(function, self.compiled)(*inputs)
 
     def slots(
         self, cache: BlockCache, next_ids_BM: Tensor, hidden_BMD: Tensor, block: Block, rope: Rope | None = None
@@ -205,7 +214,20 @@ class RecurrentHead(SelfFedHead):
         rope = rope if rope is not None else self.rotary(slot.x, block.positions_BN)
         return self.outcome(slot.residual, self.layer.self_attn.cached(slot.x, rope, cache, block.allowed_BNC))
 
-    def _rope(self, states: Tensor, positions: Tensor) -> Rope:
-        """cos and sin [N, head_dim] for packed positions [N]."""
-        cos, sin = self.rotary(states, positions[None])
+    def _rope(self, positions: Tensor) -> Rope:
+        """cos and sin [N, head_dim] in fp32 for packed positions [N]."""
+        cos, sin = self.rotary(self.rotary.inv_freq, positions[None])
         return cos[0], sin[0]
+
+
+def _enter(
+    head: RecurrentHead, ids: Tensor, fed: Tensor, positions: Tensor, rope: Rope
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    slot = head.slot(ids, fed, positions)
+    return slot.x, slot.residual, *head.layer.self_attn.keys_values(slot.x, rope)
+
+
+def _leave(head: RecurrentHead, residual: Tensor, attended_NHd: Tensor) -> tuple[Tensor, Tensor]:
+    attended = head.layer.self_attn.o_proj(attended_NHd.flatten(1))
+    fed, output = head.outcome(residual, attended)
+    return fed, output.to(attended.dtype)

@@ -1,7 +1,8 @@
 """Attention of the unrolled passes of training: the base slots causally, and the own column of each earlier pass.
 
-Two forms are kept: one that walks over blocks of queries in linear memory, with a gradient of its own, and a dense
-reference that says the same in a few lines. Both work on any device. The module knows no head and no layer.
+Three forms are kept: one that walks over blocks of queries in linear memory, with a gradient of its own; FlexAttention
+over the base slots, which on a GPU is one kernel that never writes a score; and a dense reference that says the same in
+a few lines. The first and the last work on any device. The module knows no head and no layer.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from heads.base import wide
+from heads.compiled import compiled
 
 # Of one query head, and queries, that exist at a time; the fewer queries, the less of what they see is masked.
 SCORES, QUERIES = 1 << 18, 96
+_SIDE = 128  # of a block of the mask, as the kernels of FlexAttention have it
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,34 @@ class Columns:
             document += length
         return blocks
 
+    @cached_property
+    def mask(self) -> BlockMask:
+        """The same for FlexAttention: blocks that no query sees are left out, those that all of their queries see go
+        without a test of each pair. Made of the edges of blocks, so that no matrix over all pairs is needed."""
+        lengths, starts_N, device = torch.tensor(self.lengths), self.starts_N, self.starts_N.device
+        first_N = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths).to(device)[starts_N]
+        top_Q = torch.arange(0, len(starts_N), _SIDE, device=device)
+        end_Q = (top_Q + _SIDE).clamp(max=len(starts_N)) - 1
+        left_S = torch.arange(0, sum(self.lengths), _SIDE, device=device)
+        right_S = left_S + _SIDE - 1
+        # Both bounds ascend: some query sees a slot between the least of them, every one a slot between the greatest.
+        some_QS = (right_S >= first_N[top_Q, None]) & (left_S <= starts_N[end_Q, None])
+        every_QS = (left_S >= first_N[end_Q, None]) & (right_S <= starts_N[top_Q, None])
+        every_QS &= (top_Q + _SIDE <= len(starts_N))[
+            :, None
+        ]  # a last block that is not full is tested, as torch has it
+
+        def sees(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+            return (slot >= first_N[query]) & (slot <= starts_N[query])
+
+        return BlockMask.from_kv_blocks(
+            *_listed(some_QS & ~every_QS),
+            *_listed(every_QS),
+            BLOCK_SIZE=_SIDE,
+            mask_mod=sees,
+            seq_lengths=(len(starts_N), sum(self.lengths)),
+        )
+
 
 def unrolled_attention(
     q_NHd: Tensor, base: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], columns: Columns
@@ -54,6 +86,20 @@ def unrolled_attention(
     each earlier pass and the present one."""
     own_k, own_v = (torch.stack(states) if states else q_NHd.new_zeros(0) for states in _unzip(own))
     return _Merged.apply(q_NHd, *base, own_k, own_v, columns)  # type: ignore[no-untyped-call]
+
+
+def fused_attention(
+    q_NHd: Tensor, base: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], columns: Columns
+) -> Tensor:
+    """The same by FlexAttention. On CPU, where it has no gradient, it runs uncompiled and writes every score."""
+    gpu = q_NHd.is_cuda
+    with torch.autocast(q_NHd.device.type, enabled=False):  # as in _Merged
+        out_NHd, lse_NH = compiled(_flex, gpu)(q_NHd, *base, columns.mask)
+        if own:
+            columns_of_own = (torch.stack(states) for states in _unzip(own))
+            out_NHd = compiled(_merge, gpu)(q_NHd, out_NHd, lse_NH, *columns_of_own)
+    merged_NHd: Tensor = out_NHd
+    return merged_NHd
 
 
 def dense_attention(
@@ -74,6 +120,31 @@ def dense_attention(
     for j, (_, v) in enumerate(own):
         out = out + weights[..., len(slot_T) + j, None] * _spread(v, q_NHd.shape[1])
     return out
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """Output [N, H, d] and log-sum-exp [N, H] over the base slots alone, both with a gradient."""
+    q_1HNd, k_1GTd, v_1GTd = (states.transpose(0, 1)[None] for states in (q, k, v))
+    wanted = AuxRequest(lse=True)
+    out, more = flex_attention(q_1HNd, k_1GTd, v_1GTd, block_mask=mask, enable_gqa=True, return_aux=wanted)
+    assert more.lse is not None
+    return out[0].transpose(0, 1), more.lse[0].T
+
+
+def _merge(q: Tensor, out: Tensor, lse: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
+    """What `_Merged` does with the own column, in differentiable operations."""
+    groups, scale = q.shape[1] // own_k.shape[2], q.shape[-1] ** -0.5
+    scores = (wide(_grouped(q, groups)) * wide(own_k)[:, :, :, None]).sum(-1).flatten(-2) * scale
+    merged = torch.logsumexp(torch.cat([lse[None], scores]), dim=0)
+    share = (scores - merged).exp().unflatten(-1, (-1, groups))[..., None]
+    own = (share * wide(own_v)[:, :, :, None]).sum(0).flatten(1, 2)
+    return ((lse - merged).exp()[..., None] * wide(out) + own).to(q.dtype)
+
+
+def _listed(blocks_QS: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row are chosen [1, 1, Q], and all of them, those first [1, 1, Q, S]."""
+    order_QS = torch.argsort(blocks_QS.int(), dim=-1, descending=True, stable=True)
+    return blocks_QS.sum(-1, dtype=torch.int32)[None, None], order_QS.int()[None, None]
 
 
 class _Merged(torch.autograd.Function):

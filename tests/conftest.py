@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from heads.compiled import _compiled
 from tests import e2e
 
 
@@ -28,6 +29,15 @@ def logging_as_before() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture
+def only_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile without its back end, whose C++ compiler takes seconds for a graph."""
+    real = torch.compile
+    monkeypatch.setattr("torch.compile", lambda one, **how: real(one, **{"backend": "aot_eager", **how}))
+    yield
+    _compiled.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from training.store import FeatureStore
 
 CONF = e2e.ROOT / "conf"
 FILES = sorted(path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml") if path.parent.name != "accelerate")
-COUNT = 60
+COUNT = 61
 OPTIONS = [(file.partition("/")[0], Path(file).stem) for file in FILES if "/" in file]
 GROUPS = sorted({group for group, _ in OPTIONS} - {"experiment"})
 ROOTS = {"bench": "bench"}  # groups that another file than config.yaml brings in
@@ -476,7 +476,7 @@ def test_top_level(done: e2e.Place, tmp_path: Path, in_folder: Callable) -> None
 def test_every_documented_setting_has_its_test() -> None:
     """A setting that is added to one of these files must be shown to do something here."""
     assert documented("config.yaml", "generation") == {*GENERATION, "answers"}  # in test_several_answers
-    assert documented("config.yaml", "train") == {*TRAIN, "lora"}  # which is in test_lora
+    assert documented("config.yaml", "train") == {*TRAIN, "lora", "compile"}  # in test_lora, test_compile
     assert documented("optim/adamw.yaml", "") == set(OPTIM)
     assert documented("optim/muon.yaml", "") == {"defaults", "name", *MUON}
     for name in HEADS:

@@ -26,7 +26,7 @@ def told(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 
 def test_the_scripts_are_found() -> None:
-    assert {"pipeline", "collect", "train", "evaluate", "export", "doctor"} < set(SCRIPTS) and len(SCRIPTS) == 15
+    assert {"pipeline", "collect", "train", "evaluate", "export", "doctor"} < set(SCRIPTS) and len(SCRIPTS) == 16
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

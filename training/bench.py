@@ -6,7 +6,6 @@ square multiplications in the same number format, taken in turn with the steps s
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,15 +17,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from heads.base import DraftHead, TargetFeatures
 from training.optim import OptimSettings, build_optimizer, clip_gradients
 from training.step import Trainee
+from training.tracking import peak_memory
 
-_SIDE = 2048
+_SIDE, _SIDE_GPU = 2048, 8192  # of the matrices that the peak is measured on: enough work for what multiplies them
 
 
 @dataclass(frozen=True)
 class TrainSpeed:
     """tokens_per_second: positions per second (median step); supervised: share of them that is supervised; flops: of
     one step; share: median of each step's FLOP/s over the peak measured beside it; peak: FLOP/s (best); memory: the
-    process's highest resident bytes; spread: lowest and highest tokens/s."""
+    bytes that the process needed at most, of the GPU's where it trains there; spread: lowest and highest tokens/s."""
 
     tokens_per_second: float
     spread: tuple[float, float]
@@ -78,14 +78,15 @@ def train_speed(head: DraftHead, features: TargetFeatures, *, bf16: bool, repeat
         flops=bench.flops,
         share=statistics.median(share for _, share in turns),
         peak=bench.peak,
-        memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        memory=peak_memory(features.ids_T.device),
     )
 
 
 def matmul_peak(dtype: torch.dtype, device: torch.device, tries: int = 4) -> float:
-    """Best FLOP/s of multiplying two square matrices of side 2048."""
-    a = torch.randn(_SIDE, _SIDE, device=device).to(dtype)
-    return max(2 * _SIDE**3 / _timed(lambda: a @ a, device) for _ in range(tries))
+    """Best FLOP/s of multiplying two square matrices."""
+    side = _SIDE if device.type == "cpu" else _SIDE_GPU
+    a = torch.randn(side, side, device=device).to(dtype)
+    return max(2 * side**3 / _timed(lambda: a @ a, device) for _ in range(tries))
 
 
 def made_up_features(

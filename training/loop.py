@@ -24,6 +24,7 @@ from torch import Tensor
 
 from heads.artifact import UserError, digest
 from heads.base import Learner, TargetFeatures
+from heads.compiled import start_compiling
 from training.checkpoint import CheckpointFolder, owned, plain, put
 from training.devices import deterministic, make_whole, open_accelerator, whole_state, wrap
 from training.features import Batch, BatchPlan, FeatureSource, read_ahead
@@ -175,6 +176,15 @@ class _Run:
                     f"that it could compute again; set it to false."
                 )
             self.head.recompute = True
+        if settings.compile:
+            if self.head.compiled is None:
+                raise UserError(
+                    f"train.compile=true: a {type(self.head).__name__} has nothing that is compiled; set it to false."
+                )
+            start_compiling()
+            self.head.compiled = True
+            if self.head.flex is not None:
+                self.head.flex = self.accelerator.device.type == "cuda"
         several = self.accelerator.num_processes > 1
         trainee = Trainee(self.head, bf16=settings.mixed_precision == "bf16", distributed=several, mean=settings.mean)
         with warnings.catch_warnings():  # torch has a new name for the option, accelerate not yet

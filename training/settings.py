@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from heads.artifact import UserError
+from heads.compiled import check_compiler
 from training.optim import OptimSettings
 
 MEANS = ("token", "sequence")
@@ -22,7 +23,8 @@ class TrainSettings:
     processes; max_length: documents are cut there; accumulation: micro-batches per process and step;
     mixed_precision: "no" or "bf16" (fp32 weights and optimizer either way); mean: of the loss over the "token"s of a
     global batch, or over its "sequence"s, each of them the mean over its tokens; gradient_checkpointing: the passes of
-    the head are computed again in the backward instead of being kept; save_every in steps, 0 for never;
+    the head are computed again in the backward instead of being kept; compile: what the loss is made of goes through
+    torch.compile, and on a GPU the attention of the passes is FlexAttention; save_every in steps, 0 for never;
     keep: checkpoints that stay; eval_every in steps, None for never; keep_best: the head of the best evaluation is the
     one that comes out; patience: evaluations without a better one that end the run, None for none; read_ahead:
     micro-batches read in the background.
@@ -36,6 +38,7 @@ class TrainSettings:
     mixed_precision: str = "no"
     mean: str = "token"
     gradient_checkpointing: bool = False
+    compile: bool = False
     seed: int = 0
     save_every: int = 200
     keep: int = 2
@@ -51,6 +54,8 @@ class TrainSettings:
             raise UserError(f"train.mixed_precision={self.mixed_precision} is not supported; choose no or bf16.")
         if self.mean not in MEANS:
             raise UserError(f"train.mean={self.mean} is unknown; choose one of {', '.join(MEANS)}.")
+        if self.compile:
+            check_compiler()
         if self.eval_every is None and (self.keep_best or self.patience is not None):
             asked = "train.keep_best=true" if self.keep_best else f"train.patience={self.patience}"
             raise UserError(f"{asked} needs evaluations; set train.eval_every=<steps>.")
@@ -62,7 +67,7 @@ class TrainSettings:
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide which weights come out; the others may change when a run continues."""
-        free = {"accumulation", "gradient_checkpointing", "save_every", "keep", "log_every", "read_ahead"}
+        free = {"accumulation", "gradient_checkpointing", "compile", "save_every", "keep", "log_every", "read_ahead"}
         if not self.keep_best and self.patience is None:
             free.add("eval_every")
         return {name: value for name, value in asdict(self).items() if name not in free}
