@@ -12,6 +12,7 @@ import pytest
 from omegaconf import DictConfig
 
 from heads.artifact import UserError
+from heads.target import FrozenTarget
 from scripts import collect, evaluate, export, pipeline, train
 from scripts.common import one_sentence, script
 from tests import e2e
@@ -254,6 +255,24 @@ def test_a_run_that_goes_on_with_other_settings(refuse: Refuse, copied: e2e.Plac
 )
 def test_what_collect_refuses(refuse: Refuse, override: str, words: str) -> None:
     assert words in refuse(collect.run, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("head.taps=[6,3,1]", "head.taps=[6, 3, 1] must be ascending, distinct and ≥ 0; set head.taps="),
+        ("head.taps=[1,3,8]", "[1, 3, 8] must be ascending, distinct and between 0 and 7 for a target of 8 layers"),
+        ("collect.taps=[5,2]", "collect.taps=[5, 2] must be ascending, distinct and ≥ 0; set collect.taps="),
+        ("collect.taps=[-1]", "collect.taps=[-1] must be ascending, distinct and ≥ 0; set collect.taps="),
+        ("collect.taps=[2,8]", "[1, 2, 3, 6, 8] must be ascending, distinct and between 0 and 7"),
+    ],
+)
+def test_taps_are_judged_before_the_target_is_loaded(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, override: str, words: str
+) -> None:
+    monkeypatch.setattr(FrozenTarget, "load", None)
+    assert words in refuse(collect.run, override)
+    assert words in refuse(pipeline.run, override)
 
 
 @pytest.mark.parametrize(

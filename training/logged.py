@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from heads.target import FrozenTarget
 from training.chat import ChatEncoder, Encoded
-from training.logged_ids import Plausible, documents_of_ids
+from training.logged_ids import Header, Plausible, documents_of_ids
 from training.regenerate import Generation
 from training.requests import Refusal, Request
 from training.states import Answer, StatesReader, known_states
@@ -42,7 +42,7 @@ class Logged:
         self.settings = {"max_prompt_tokens": generation.max_prompt_tokens, "batch_size": generation.batch_size}
         self.turns = [conversation.count for conversation in conversations]
         encoder = ChatEncoder.of(target) if not all(one.ids for one in conversations) else None
-        self._plausible = Plausible(target)
+        self._header, self._plausible = Header(target), Plausible(target)
         self._requests: list[Request] = []
         self._refused: list[Refusal] = []
         for conversation in conversations:
@@ -50,7 +50,7 @@ class Logged:
 
     def _take(self, conversation: Conversation, encoder: ChatEncoder | None) -> None:
         if conversation.ids or encoder is None:
-            documents = documents_of_ids(self._target, conversation)
+            documents = documents_of_ids(self._target, self._header, conversation)
         else:
             documents = encoder.attempts(conversation.logged, tools=conversation.tools)
         for turn, document in enumerate(documents):
