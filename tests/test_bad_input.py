@@ -12,7 +12,6 @@ import pytest
 from omegaconf import DictConfig
 
 from heads.artifact import UserError
-from heads.target import FrozenTarget
 from scripts import collect, evaluate, export, pipeline, train
 from scripts.common import one_sentence, script
 from tests import e2e
@@ -270,7 +269,7 @@ def test_what_collect_refuses(refuse: Refuse, override: str, words: str) -> None
 def test_taps_are_judged_before_the_target_is_loaded(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch, override: str, words: str
 ) -> None:
-    monkeypatch.setattr(FrozenTarget, "load", None)
+    monkeypatch.setattr(collect, "load_target", None)
     assert words in refuse(collect.run, override)
     assert words in refuse(pipeline.run, override)
 
