@@ -14,7 +14,7 @@ from heads.target import FrozenTarget
 from training.chat import ChatEncoder, Encoded
 from training.logged_ids import Header, Plausible, documents_of_ids
 from training.regenerate import Generation
-from training.requests import Refusal, Request
+from training.requests import Known, Refusal, Request
 from training.states import Answer, StatesReader, known_states
 from training.traffic import Conversation
 
@@ -58,7 +58,7 @@ class Logged:
             if isinstance(document, str):
                 self._refused.append(self.failed(Request(conversation, turn), document))
                 continue
-            request = Request(conversation, turn, document.ids[: document.answer_start], known=document)
+            request = Request(conversation, turn, known=Known.of(document))
             if reason is None:
                 self._requests.append(request)
             else:
@@ -94,7 +94,7 @@ class Logged:
 
     def answer(self, batch: Sequence[Request], seed: int) -> list[Answer]:
         """The logged answers with the target's states."""
-        documents = [request.known for request in batch if request.known is not None]
+        documents = [request.known.encoded() for request in batch if request.known is not None]
         answers = [
             answer for together in _cut(documents) for answer in self._states(self._target, together, taps=self._taps)
         ]
