@@ -308,7 +308,7 @@ class _Walk:
                 self.hidden_grad[span.k, span.rows] = grad
         if self.bias_grad is not None:
             self.bias_grad[at].add_((gradient_RW.T @ scale_R1)[:, 0])
-        if self.weight_grad is not None:
+        if self.weight_grad is not None and self.room_WD is not None:
             torch.mm(gradient_RW.T, hidden_RD.mul_(scale_R1), out=self.room_WD)
             # A sum of two formats first makes a copy in the wider one: of a few rows at a time, it stays in the cache.
             rows = max(1, SLICE // hidden_RD.shape[1])
