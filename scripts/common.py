@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from scripts.help import answer, nearest
-from scripts.settings import build, check_call, check_start, check_target_path, plain
+from scripts.settings import build, check_call, check_sections, check_start, check_target_path, plain
 from training.processes import PeerFailed, Peers
 
 if TYPE_CHECKING:  # torch and transformers take seconds; a first line of output must not wait for them
@@ -31,7 +31,10 @@ if TYPE_CHECKING:  # torch and transformers take seconds; a first line of output
 
 CRASHED = 1
 USER_ERROR = 2
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+_DISK = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+)
 INTERRUPTED = 130
 _SAME = (
     "Another job of this sweep has written to {}; name the folder after what is swept, such as "
@@ -54,7 +57,7 @@ def script(
         failed: list[tuple[str, int]] = []
         folders: set[str] = set()
         composed = hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(
-            one_sentence(main, launched=launched, failed=failed, folders=folders if one_folder else None)
+            one_sentence(main, config, launched=launched, failed=failed, folders=folders if one_folder else None)
         )
 
         @functools.wraps(main)
@@ -90,6 +93,7 @@ class JobFailed(Exception):
 
 def one_sentence(
     main: Callable[[DictConfig], None],
+    config: str = "config",
     *,
     launched: bool = False,
     failed: list[tuple[str, int]] | None = None,
@@ -111,7 +115,7 @@ def one_sentence(
             if several and folders is not None and cfg.run_dir in folders:
                 code = _fail(_SAME.format(cfg.run_dir))
             else:
-                code = _attempt(main, cfg, launched)
+                code = _attempt(main, config, cfg, launched)
         except Exception:
             if not several:
                 raise
@@ -129,11 +133,12 @@ def one_sentence(
     return guarded
 
 
-def _attempt(main: Callable[[DictConfig], None], cfg: DictConfig, launched: bool) -> int:
+def _attempt(main: Callable[[DictConfig], None], config: str, cfg: DictConfig, launched: bool) -> int:
     """The exit code of a script, once what went wrong has been said."""
     from heads.artifact import UserError
 
     try:
+        check_sections(cfg, config)
         check_start(cfg, launched)
         main(cfg)
     except PeerFailed:  # the process that failed says why

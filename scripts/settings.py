@@ -12,6 +12,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -61,6 +62,21 @@ def _node(cfg: DictConfig, key: str) -> DictConfig:
     node = OmegaConf.select(cfg, key)
     assert isinstance(node, DictConfig), f"{key} is no node"
     return node
+
+
+def check_sections(cfg: DictConfig, config: str) -> None:
+    """That what holds settings in conf/config.yaml and conf/<config>.yaml still does. Raises UserError."""
+    from heads.artifact import UserError
+
+    for root in dict.fromkeys(("config", config)):
+        stored = OmegaConf.to_container(OmegaConf.create((files("conf") / f"{root}.yaml").read_text()), resolve=False)
+        assert isinstance(stored, dict)
+        for name, settings in stored.items():
+            if name in cfg and isinstance(settings, dict) and not OmegaConf.is_dict(cfg._get_node(name)):
+                given = "null" if cfg[name] is None else cfg[name]
+                first = next((key for key in settings if not key.startswith("_")), None)
+                one = f"such as {name}.{first}=…" if first else f"{name}.<name>.<setting>=…"
+                raise UserError(f"{name}={given} is not possible: {name} holds settings; give one of them, {one}.")
 
 
 def check_start(cfg: DictConfig, launched: bool) -> None:

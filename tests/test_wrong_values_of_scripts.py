@@ -15,6 +15,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from heads.target import FrozenTarget
+from scripts.common import one_sentence
 from tests import e2e
 from tests.test_wrong_values import WRONG, Reached, leaves
 
@@ -103,3 +104,28 @@ def test_a_wrong_value_is_named_before_anything_is_read(
             if said == usual or said.startswith("no sentence") or not names_it(name, said):
                 found[f"{name}={value}"] = said
     assert found == {}
+
+
+@pytest.mark.parametrize("config", sorted(path.stem for path in CONF.glob("*.yaml")))
+def test_what_holds_settings_takes_no_value(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """train=5 and the like, which Hydra lets pass."""
+
+    def never(cfg: DictConfig) -> None:
+        raise Reached
+
+    base = e2e.config(name=config)
+    told = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
+    mine = OmegaConf.to_container(OmegaConf.load(CONF / f"{config}.yaml"))
+    assert isinstance(told, dict) and isinstance(mine, dict)
+    sections = {str(name) for name, value in {**told, **mine}.items() if isinstance(value, dict) and name != "hydra"}
+    assert {"generation", "train", "collect", "server"} <= sections
+    for section in sections:
+        for value in ("words", 5, None, [1]):
+            cfg = copy.deepcopy(base)
+            OmegaConf.update(cfg, section, value, merge=False)
+            with pytest.raises(SystemExit) as stop:
+                one_sentence(never, config)(cfg)
+            said = e2e.only_sentence(capsys.readouterr().err)
+            assert stop.value.code == 2
+            assert f"{section}={'null' if value is None else value} is not possible" in said
+            assert f"{section}." in said
