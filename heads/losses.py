@@ -138,6 +138,23 @@ class _Span:
     valid_C: Tensor
 
 
+def _likeliest(logits_CW: Tensor, token_C: Tensor) -> Tensor:
+    """Whether argmax of each row is this token [C], -1 for none; the first of equals is the argmax, as in decoding.
+
+    On a CPU a maximum with its place takes five times as long as one without, so the place is sought for ties alone.
+    How many there are is no size that could be compiled.
+    """
+    if logits_CW.device.type != "cpu" or torch.compiler.is_compiling():
+        return logits_CW.max(-1).indices == token_C
+    token_C1 = token_C.clamp_min(0)[:, None]
+    own_C1 = logits_CW.gather(1, token_C1)
+    rest_C1 = logits_CW.scatter(1, token_C1, -math.inf).amax(-1, keepdim=True)
+    tied = (own_C1 == rest_C1)[:, 0].nonzero()[:, 0]
+    match_C = (own_C1 > rest_C1)[:, 0]
+    match_C[tied] = logits_CW[tied].max(-1).indices == token_C[tied]
+    return match_C & (token_C >= 0)
+
+
 def _spans(low: int, high: int, valid_KN: Tensor, known_KN: Tensor) -> list[_Span]:
     """The passes that reach places low…high; pass 0 reaches all of them. known_KN: valid_KN where asking is cheap."""
     spans = []
@@ -292,8 +309,12 @@ class _Walk:
                 self.hidden_grad[span.k, span.rows] = grad
         if self.bias_grad is not None:
             self.bias_grad[at].add_((gradient_RW.T @ scale_R1)[:, 0])
-        if self.weight_grad is not None:
-            self.weight_grad[at].add_(torch.mm(gradient_RW.T, hidden_RD.mul_(scale_R1), out=self.room_WD))
+        if self.weight_grad is not None and self.room_WD is not None:
+            torch.mm(gradient_RW.T, hidden_RD.mul_(scale_R1), out=self.room_WD)
+            # A sum of two formats first makes a copy in the wider one: of a few rows at a time, it stays in the cache.
+            rows = max(1, SLICE // hidden_RD.shape[1])
+            for grad, more in zip(self.weight_grad[at].split(rows), self.room_WD.split(rows), strict=True):
+                grad.add_(more)
 
     def _at(self, spans: list[_Span]) -> Any:
         """Where the projection of these passes is."""
@@ -310,7 +331,7 @@ def _say(logits_CW: Tensor, lse_C: Tensor) -> tuple[Tensor, Tensor]:
 def _judged(logits: Tensor, says: Said, kernel: Kernel, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, overlap and match [C] of the draft's logits, in whose place their gradient is put."""
     logits_CW = wide(logits) if softcap is None else (wide(logits) / softcap).tanh_().mul_(softcap)
-    match_C = logits_CW.max(-1).indices == says.token_C
+    match_C = _likeliest(logits_CW, says.token_C)
     loss_C, gradient_CW, overlap_C = kernel(logits_CW, says)
     if softcap is not None:
         gradient_CW.mul_(1 - (logits_CW / softcap).square_())

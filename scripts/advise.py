@@ -8,7 +8,7 @@ python -m scripts.advise name=demo gpu=h100 target_size.parameters=7.5e9 draft_s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from scripts.common import script
 from scripts.costs import costs_identity, read_costs, read_report
-from scripts.settings import check_value, plain
+from scripts.settings import check_call, check_value, plain
 from scripts.twins import write_report
 
 if TYPE_CHECKING:
@@ -31,21 +31,9 @@ def run(cfg: DictConfig) -> None:
     """Print the advice, write advice.json beside the report and show it there."""
     from eval.advice import acceptance, check_same_head
     from eval.speedup import advise
-    from heads.artifact import UserError, provenance, write_json
+    from heads.artifact import provenance, write_json
 
-    paths = {"report": cfg.report, "costs": cfg.costs}
-    for name, value in paths.items():
-        check_value(name, value, str)
-    check_value("proposer", cfg.proposer, str | None)
-    if not isinstance(cfg.load, DictConfig):
-        raise UserError(f"load={cfg.load} is no load; give load.batch=8, load.context=512 or load.temperature=0.")
-    for name, kind in LOAD.items():
-        check_value(f"load.{name}", cfg.load[name], kind)
-    if min(cfg.load.batch, cfg.load.context) < 1:
-        raise UserError(f"load.batch={cfg.load.batch} and load.context={cfg.load.context} must be 1 or more.")
-    check_value("max_gamma", cfg.max_gamma, int | None)
-    if cfg.max_gamma is not None and cfg.max_gamma < 1:
-        raise UserError(f"max_gamma={cfg.max_gamma} must be 1 or more, or null.")
+    check_settings(cfg)
     costs, dtype, longest, batches, contexts = _costs(cfg)
     path = Path(cfg.report)
     report = read_report(path)
@@ -79,14 +67,37 @@ def run(cfg: DictConfig) -> None:
         print(f"The report shows it: {path.parent / 'report.html'}", flush=True)
 
 
-def _costs(cfg: DictConfig) -> tuple[Costs, str | None, int, list[int], list[int]]:
-    """The costs, the number format they hold for, the longest γ they reach, and batches and contexts of the table."""
+def check_settings(cfg: DictConfig) -> None:
+    """The values of conf/advise.yaml, before anything is read. Raises UserError."""
+    from eval.roofline import DraftReader, Gpu, Reader
     from heads.artifact import UserError
 
+    values = plain(cfg)
+    for name, hint in {"report": str, "costs": str, "proposer": str | None, "max_gamma": int | None}.items():
+        check_value(name, values[name], hint)
+    if not isinstance(cfg.load, DictConfig):
+        raise UserError(f"load={cfg.load} is no load; give load.batch=8, load.context=512 or load.temperature=0.")
+    for name, kind in LOAD.items():
+        check_value(f"load.{name}", cfg.load[name], kind)
+    if min(cfg.load.batch, cfg.load.context) < 1:
+        raise UserError(f"load.batch={cfg.load.batch} and load.context={cfg.load.context} must be 1 or more.")
+    if not 0 <= cfg.load.temperature < math.inf:
+        raise UserError(f"load.temperature={cfg.load.temperature} must be 0 or more, one that the report has.")
+    if cfg.max_gamma is not None and cfg.max_gamma < 1:
+        raise UserError(f"max_gamma={cfg.max_gamma} must be 1 or more, or null.")
     for name in ("batches", "contexts"):
-        check_value(name, plain(cfg)[name], list[int] | None)
-        if (values := plain(cfg)[name]) is not None and (not values or min(values) < 1):
-            raise UserError(f"{name}={values} must name some whole numbers ≥ 1, or be null for those of the costs.")
+        check_value(name, some := values[name], list[int] | None)
+        if some is not None and (not some or min(some) < 1):
+            raise UserError(f"{name}={some} must name some whole numbers ≥ 1, or be null for those of the costs.")
+    if cfg.gpu is not None:
+        Gpu.of(values["gpu"])
+    sizes = {"target_size": Reader, "draft_size": DraftReader}
+    for name, reader in sizes.items():
+        _check_size(name, values[name], reader, needed=cfg.gpu is not None)
+
+
+def _costs(cfg: DictConfig) -> tuple[Costs, str | None, int, list[int], list[int]]:
+    """The costs, the number format they hold for, the longest γ they reach, and batches and contexts of the table."""
     batches, contexts = (plain(cfg)[name] for name in ("batches", "contexts"))
     if cfg.gpu is not None:
         return _roofline(cfg), None, GPU_GAMMA, batches or list(GPU_BATCHES), contexts or list(GPU_CONTEXTS)
@@ -96,33 +107,28 @@ def _costs(cfg: DictConfig) -> tuple[Costs, str | None, int, list[int], list[int
 
 def _roofline(cfg: DictConfig) -> Costs:
     from eval.roofline import DraftReader, Gpu, Reader, Roofline
-    from heads.artifact import UserError
-    from scripts.settings import check_call
 
-    sizes = {"target_size": Reader, "draft_size": DraftReader}
-    for name, kind in sizes.items():
-        if not isinstance(cfg[name], DictConfig):
-            raise UserError(f"{name}={cfg[name]} is no size; give {name}.parameters=7.5e9.")
-        values = plain(cfg[name])
-        if values["parameters"] is None:
-            raise UserError(f"gpu= needs {name}.parameters=<how many are read for a pass>, such as 7.5e9.")
-        check_call(kind, name, values)
-    for name in sizes:
-        _check_sizes(name, plain(cfg[name]))
-    gpu, target, draft = (plain(cfg)[name] for name in ("gpu", *sizes))
+    gpu, target, draft = (plain(cfg)[name] for name in ("gpu", "target_size", "draft_size"))
     return Roofline(Gpu.of(gpu), Reader(**target), DraftReader(**draft))
 
 
-def _check_sizes(name: str, values: Mapping[str, Any]) -> None:
-    """Raises UserError on sizes of a model that cannot be; keys and values may be left out, with 0."""
+def _check_size(name: str, values: Any, reader: Callable[..., Any], *, needed: bool) -> None:
+    """Raises UserError on the sizes of a model that cannot be; needed: whether its parameters must be given."""
     from heads.artifact import UserError
 
+    if not isinstance(values, dict):
+        raise UserError(f"{name}={values} is no size; give {name}.parameters=7.5e9.")
+    if needed and values["parameters"] is None:
+        raise UserError(f"gpu= needs {name}.parameters=<how many are read for a pass>, such as 7.5e9.")
+    given = {key: value for key, value in values.items() if key != "parameters" or value is not None}
+    check_call(reader, name, given)
     for one in ("parameters", "bytes_per_parameter", "kv_bytes_per_token", "window"):
         value = values.get(one)
         may_be_nothing = one == "kv_bytes_per_token"
         if value is not None and not (math.isfinite(value) and (value > 0 or (may_be_nothing and value == 0))):
             rule = "0 or more" if may_be_nothing else "more than 0"
             raise UserError(f"{name}.{one}={value} is not possible; set {name}.{one} to a finite number, {rule}.")
+    reader(**{"parameters": 1.0, **given})  # what it refuses itself
 
 
 def _show(found: Advice) -> None:

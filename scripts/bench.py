@@ -63,11 +63,15 @@ def check_settings(cfg: DictConfig, kinds: Sequence[str]) -> None:
     from heads.artifact import UserError
     from heads.target import DTYPES
 
+    check_value("peer_python", cfg.peer_python, str)
+    check_value("bench.kind", cfg.bench.kind, str)  # decides what the others may be
+    if (kind := cfg.bench.kind) not in kinds:
+        raise UserError(f"bench.kind={kind} is unknown; choose one of {', '.join(kinds)}.")
     for name, value in plain(cfg.bench).items():
         if name not in SETTINGS:
             raise UserError(f"There is no setting bench.{name}; there are {', '.join(sorted(SETTINGS))}.")
-        kind, least = SETTINGS[name]
-        check_value(f"bench.{name}", value, kind)
+        hint, least = SETTINGS[name]
+        check_value(f"bench.{name}", value, hint)
         if name in _FROM_ZERO.get(cfg.bench.kind, ()):
             least = 0
         values = value if isinstance(value, list) else [value]
@@ -76,11 +80,8 @@ def check_settings(cfg: DictConfig, kinds: Sequence[str]) -> None:
             raise UserError(f"bench.{name}={value} is not possible; give bench.{name} {what} ≥ {least}.")
     if unknown := [one for one in cfg.bench.get("dtypes", ()) if one not in DTYPES]:
         raise UserError(f"bench.dtypes has {unknown[0]}, which is unknown; choose from {', '.join(DTYPES)}.")
-    choices = {"kind": kinds, "dtype": [*DTYPES, None]}
-    for name, known in choices.items():
-        if (value := cfg.bench.get(name)) not in known and name in cfg.bench:
-            named = ", ".join("null" if one is None else one for one in known)
-            raise UserError(f"bench.{name}={value} is unknown; choose one of {named}.")
+    if (dtype := cfg.bench.get("dtype")) not in (*DTYPES, None):
+        raise UserError(f"bench.dtype={dtype} is unknown; choose one of {', '.join(DTYPES)}, null.")
 
 
 def bench_train(cfg: DictConfig) -> None:

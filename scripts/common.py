@@ -11,16 +11,17 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from scripts.help import answer, nearest
-from scripts.settings import build, check_call, check_start, plain
+from scripts.settings import build, check_call, check_start, check_target_path, plain
 from training.processes import PeerFailed, Peers
 
 if TYPE_CHECKING:  # torch and transformers take seconds; a first line of output must not wait for them
@@ -170,7 +171,10 @@ def _phrase(error: Exception, config: str = "config") -> str:
     if isinstance(error, OverrideParseException):
         return f"The override {error.override} cannot be read; write group.key=value, quoted against the shell."
     if isinstance(error, MissingConfigException) and error.options:
-        return f"There is no config {error.missing_cfg_file}; there are {', '.join(error.options)}."
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        alike = get_close_matches(name, error.options, n=1)
+        hint = f"do you mean {group}={alike[0]}? Of {group} " if alike else ""
+        return f"{group}={name} is unknown; {hint}there are {', '.join(error.options)}."
     lines = [line.strip() for line in str(error).splitlines()]
     name = lines[0].removeprefix("Could not override '").removesuffix("'.")
     if name != lines[0]:
@@ -181,14 +185,6 @@ def _phrase(error: Exception, config: str = "config") -> str:
         return f"{lines[0]}; give it on the command line."
     told = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
     return f"{' '.join(told).removesuffix('.')}."
-
-
-def check_target_path(cfg: DictConfig) -> None:
-    """Raises UserError when no target is named."""
-    from heads.artifact import UserError
-
-    if OmegaConf.is_missing(cfg.target, "path"):
-        raise UserError("target=custom needs target.path=<folder, Hub id or .gguf file>.")
 
 
 def is_main() -> bool:
@@ -214,6 +210,11 @@ def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
 
     quiet_transformers()
     check_target_path(cfg)
+    if str(cfg.target.path).startswith("runs/targets/") and not Path(cfg.target.path).is_dir():
+        raise UserError(
+            f"The embedded target {cfg.target.path} has not been made yet; run `make setup`, in the folder of the "
+            f"repository, or name a model of your own: target=custom target.path=my-org/my-model."
+        )
     options = plain(cfg.target)
     check_call(FrozenTarget.load, "target", options)
     if options["device"] == "auto":

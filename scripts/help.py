@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import re
 import sys
 import textwrap
@@ -20,22 +21,28 @@ from omegaconf import OmegaConf
 WIDTH = 80
 EXIT_CODES = {
     0: "done; what was finished before is used as it is",
-    1: "a check did not pass (doctor, prove, serve_check, gpu_check), or a fault of ours with its traceback",
+    1: "a check did not pass (doctor, prove, serve_check, gpu_check, collect verify=true), or a fault of ours with "
+    "its traceback",
     2: "refused: one sentence on stderr says what was given, what is allowed, what to type",
     130: "stopped by Ctrl-C (143: by SIGTERM); the same command goes on from there",
 }
 _OTHERS = "Also: --multirun (a,b for each value), --cfg job (all values as they are), --version."
+_VALUE = re.compile(r"^(\s*[\w?]+:.*?)(?:\s+#\s*(.*))?$")  # of a line of YAML: what is set, and its comment
 _SENTENCE = re.compile(r"(?<=[.:])\s")
 
 
 def answer(main: Callable[..., Any], config: str) -> bool:
     """Print the help or the version when the command line asks for one; whether it did."""
     if {"--help", "-h"} & set(sys.argv[1:]):
-        print(page(main, config))
+        text = page(main, config)
     elif "--version" in sys.argv[1:]:
-        print(version())
+        text = version()
     else:
         return False
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # of `| head`, which has seen enough; what is left in the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 
 
@@ -50,7 +57,7 @@ def version() -> str:
 
 
 def page(main: Callable[..., Any], config: str) -> str:
-    """The whole help of a script: purpose, examples, groups with their choices, settings, exit codes."""
+    """The whole help of a script: purpose, examples, its own settings, exit codes, then what all scripts share."""
     module = inspect.getmodule(main)
     assert module is not None and module.__doc__ is not None
     told, _, rest = inspect.cleandoc(module.__doc__).partition("\n\n")
@@ -58,15 +65,16 @@ def page(main: Callable[..., Any], config: str) -> str:
     lines = [line.strip() for line in rest.splitlines()]
     examples = [line for line in lines if line.startswith(("python -m", "accelerate launch"))]
     codes = [_wrapped(f"{code:<5}{meaning}", 7) for code, meaning in EXIT_CODES.items()]
+    own = [] if config == "config" else [f"Settings of {name} alone:\n{_settings(config)}"]
     parts = [
         _wrapped(" ".join(told.split()), 0, first=0),
         f"Usage: python -m scripts.{name} [group=choice …] [group.key=value …]",
         "Examples:\n" + "\n".join(f"  {line}" for line in examples),
-        "Choices, * the usual one:\n" + "\n".join(_groups(config)),
-        "Settings, overridden as key=value; those of a choice are in conf/<group>/<choice>.yaml:",
-        *(_settings(root) for root in dict.fromkeys((config, "config"))),
+        *own,
         "Exit codes:\n" + "\n".join(codes),
-        _OTHERS,
+        "Choices, * the usual one; their settings are in conf/<group>/<choice>.yaml:\n" + "\n".join(_groups(config)),
+        f"Settings of all scripts:\n{_settings('config')}",
+        _wrapped(_OTHERS, 0, first=0),
     ]
     return "\n\n".join(parts)
 
@@ -90,16 +98,35 @@ def _groups(config: str) -> Iterator[str]:
 def _about(file: Traversable) -> str:
     """The first sentence of a config file's comment, without its commands."""
     comments = [line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#")]
-    words = [line for line in comments if not line.startswith(("@package", "python -m", "Then:", "Use:"))]
+    words = [line for line in comments if not line.startswith(("@package", "python -m", "accelerate launch", "Use:"))]
     first = _SENTENCE.split(" ".join(words).removeprefix("What: "))[0].rstrip(".:; ")
     return textwrap.shorten(first, WIDTH - 21, placeholder=" …")
 
 
 def _settings(root: str) -> str:
-    """A root config as it is written, without what only Hydra reads."""
-    kept = re.sub(r"^(defaults|hydra):\n( +.*\n|\n)*", "", _text(root), flags=re.MULTILINE)
-    body = "\n".join(line for line in kept.splitlines() if not line.startswith("#")).strip()
-    return textwrap.indent(body or "(those of the choices)", "  ")
+    """A root config, its comments broken at WIDTH, without its head and what only Hydra reads."""
+    kept = re.sub(r"\A(#.*\n|\n)*|^(defaults|hydra):\n( +.*\n|\n)*|^ *_\w+_:.*\n", "", _text(root), flags=re.MULTILINE)
+    lines: list[tuple[str, str]] = []  # what is set, and what is said of it
+    for line in kept.strip().splitlines():
+        before = lines[-1] if lines else ("", "")
+        if line.strip().startswith("#"):  # goes on from the line above, or stands alone at the margin
+            goes_on = line.startswith(" ") or (before[0] == "" and before[1] != "")
+            said = line.strip("# ")
+            lines[-1:] = [(before[0], f"{before[1]} {said}")] if goes_on else [*lines[-1:], ("", said)]
+        else:
+            found = _VALUE.match(line)
+            lines.append((found[1], found[2] or "") if found else (line, ""))
+    return "\n".join(_set_out(value, said) for value, said in lines) or "  (those of the choices)"
+
+
+def _set_out(value: str, said: str) -> str:
+    """A setting with its comment, or either alone, in lines of at most WIDTH."""
+    if not said:
+        return f"  {value}".rstrip()
+    first = f"  {value:<24} # " if value else "  # "
+    room = first if len(first) <= WIDTH // 2 else f"  {'':24} # "  # a long value has a line of its own
+    text = textwrap.fill(said, WIDTH, initial_indent=room, subsequent_indent=f"{'':{len(room) - 2}}# ")
+    return text if room == first else f"  {value}\n{text}"
 
 
 def _text(root: str) -> str:

@@ -28,12 +28,14 @@ def run(cfg: DictConfig) -> None:
     """Write runs/<name>/head out of the folder, unless check=true."""
     from heads.artifact import MANIFEST, UserError, write_manifest
     from heads.checkpoint import check_target, class_path, head_name, save_head
-    from heads.export.folder import check_export
+    from heads.export.folder import check_export, format_of
 
     if OmegaConf.is_missing(cfg, "from"):
         raise UserError("import_head needs from=<folder or Hub id> of a head in a server's layout.")
     for name, hint in {"from": str, "layout": str | None, "check": bool}.items():
         check_value(name, cfg[name], hint)
+    if cfg.layout is not None:
+        format_of(cfg.layout)
     source, folder = local(str(cfg["from"])), Path(cfg.run_dir) / "head"
     if not cfg.check and folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} holds a head already; import under another name=.")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from scripts.common import load_target, open_tracker, script
-from scripts.settings import build, check_node, generation_settings, plain, train_settings
+from scripts.settings import build, check_node, check_value, generation_settings, plain, train_settings
 
 if TYPE_CHECKING:
     from heads.base import DraftHead, TargetFeatures
@@ -55,8 +55,13 @@ def _train_both(cfg: DictConfig) -> None:
 def _check(cfg: DictConfig) -> None:
     """Refuse whatever can be refused before the target is loaded."""
     from heads.artifact import UserError, read_manifest
+    from training.joint import check_strength
 
+    check_value("stage1", cfg.stage1, str)
     check_node(cfg, "medusa2")
+    check_strength(cfg.medusa2.rank, cfg.medusa2.alpha, cfg.medusa2.head_weight)
+    train_settings(cfg)
+    generation_settings(cfg)
     if cfg.train.eval_every is not None:
         raise UserError("train.eval_every measures a head against a target that stays; set train.eval_every=null.")
     if cfg.train.lora is not None:

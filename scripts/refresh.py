@@ -64,11 +64,11 @@ def _check(cfg: DictConfig) -> tuple[Path, Path]:
     last, folder = Path(cfg["from"]), Path(cfg.run_dir)
     if last.resolve() == folder.resolve():
         raise UserError(f"name={cfg.name} is the run that is refreshed; give the new one another name=.")
-    for name in ("head", "traffic"):
-        read_manifest(last / name, name)
     if cfg.train.init_from != f"{cfg['from']}/head":
         raise UserError(f"train.init_from={cfg.train.init_from} is not the head of from=; leave it out.")
     check_all(cfg)
+    for name in ("head", "traffic"):
+        read_manifest(last / name, name)
     return last, folder
 
 

@@ -25,13 +25,11 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from scripts.common import script, servable_head
-from scripts.serve_parts import check_settings, our_traces, over_http, sampled, server
+from scripts.serve_parts import LEAST, check_settings, our_traces, over_http, sampled, server
 from scripts.settings import plain
 
 if TYPE_CHECKING:
     from eval.decode import Request
-
-LEAST = 20
 
 
 def run(cfg: DictConfig) -> bool:

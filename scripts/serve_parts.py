@@ -143,6 +143,7 @@ def server(cfg: DictConfig, dtype: str, manifest: Mapping[str, Any]) -> Server:
 
 def check_settings(cfg: DictConfig) -> ServedLaw:
     """The values of conf/serve_check.yaml; returns those of the law. Raises UserError."""
+    from eval.damage import DAMAGE
     from eval.server_sampling import ServedLaw
     from heads.artifact import UserError
     from heads.target import DTYPES
@@ -151,6 +152,14 @@ def check_settings(cfg: DictConfig) -> ServedLaw:
     values = plain(cfg)
     for name, hint in _SETTINGS.items():
         check_value(name, values[name], hint)
+    for name in ("gamma", "max_new_tokens", "rows", "batch", "timeout"):
+        if values[name] < 1:
+            raise UserError(f"{name}={values[name]} is not possible; give at least 1.")
+    if values["requests"] < LEAST:
+        raise UserError(f"requests={values['requests']} are too few to compare; give at least {LEAST}.")
+    for name, more in {"damage": (), "control": ("auto",)}.items():
+        if values[name] is not None and values[name] not in (*DAMAGE, *more):
+            raise UserError(f"{name}={values[name]} is unknown; choose one of {', '.join((*more, *DAMAGE))}, or null.")
     for name in ("requests", "at_once"):
         check_value(f"api.{name}", values["api"][name], int)
     check_call(ServedLaw, "law", values["law"])
@@ -170,6 +179,7 @@ def check_settings(cfg: DictConfig) -> ServedLaw:
 
 
 FEWEST = 8  # requests below which there is no interval
+LEAST = 20  # requests of a check
 _SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("gamma", "requests", "max_new_tokens", "rows", "batch"), int),
     **dict.fromkeys(("damage", "control"), str | None),

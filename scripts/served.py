@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from scripts.common import check_target_path
 from scripts.prompts import held_out_requests, tokenizer_of
-from scripts.settings import build, plain
+from scripts.settings import build, check_target_path, plain
 from scripts.show import Steps
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,11 @@ def extraction_settings(cfg: DictConfig) -> ExtractionSettings | None:
 
     how = cfg.collect
     if how.features == "transformers":
+        if how.tensor_parallel != 1:
+            raise UserError(
+                f"collect.tensor_parallel={how.tensor_parallel} is about vLLM, but collect.features=transformers "
+                f"starts none; leave it out, or set collect.features=vllm."
+            )
         return None
     if how.answers == "regenerate" and how.engine == "transformers":
         raise UserError(
@@ -46,6 +52,11 @@ def extraction_settings(cfg: DictConfig) -> ExtractionSettings | None:
         )
     if cfg.target.dtype == "float64":
         raise UserError("collect.features=vllm knows no target.dtype=float64; set float32, bfloat16 or float16.")
+    if how.tensor_parallel > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"collect.tensor_parallel={how.tensor_parallel} gives all GPUs to one vLLM, so collect with one process: "
+            f"`python -m`, not `accelerate launch`."
+        )
     generation = generation_settings(cfg)
     return ExtractionSettings(
         python=cfg.serve_python,
@@ -53,6 +64,7 @@ def extraction_settings(cfg: DictConfig) -> ExtractionSettings | None:
         batch=generation.batch_size,
         length=generation.max_prompt_tokens + generation.max_new_tokens,
         timeout=how.timeout,
+        tensor_parallel=how.tensor_parallel,
         trust_remote_code=cfg.target.trust_remote_code,
     )
 

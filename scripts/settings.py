@@ -39,7 +39,7 @@ _FEATURES = ("transformers", "vllm")
 _COLLECT: dict[str, Any] = {
     **dict.fromkeys(("answers", "states", "dtype", "engine", "features"), str),
     **dict.fromkeys(("url", "model"), str | None),
-    **dict.fromkeys(("concurrency", "tries"), int),
+    **dict.fromkeys(("concurrency", "tries", "tensor_parallel"), int),
     **{"taps": list[int], "verify": bool, "timeout": float},
 }
 _ABOUT_CALLS = ("_target_", "_convert_", "_partial_", "_recursive_")
@@ -217,6 +217,14 @@ def server_settings(cfg: DictConfig) -> ServerSettings | None:
     return ServerSettings(**values)
 
 
+def check_target_path(cfg: DictConfig) -> None:
+    """Raises UserError when no target is named."""
+    from heads.artifact import UserError
+
+    if OmegaConf.is_missing(cfg.target, "path"):
+        raise UserError("target=custom needs target.path=<folder, Hub id or .gguf file>.")
+
+
 def check_all(cfg: DictConfig) -> None:
     """Refuse whatever can be refused before the first of several long stages begins."""
     from heads.artifact import UserError
@@ -224,14 +232,14 @@ def check_all(cfg: DictConfig) -> None:
     from heads.target import FrozenTarget
     from scripts.serving import extraction_settings
 
+    check_target_path(cfg)
     train_settings(cfg)
     generation_settings(cfg)
     storage_settings(cfg)
     server_settings(cfg)
     extraction_settings(cfg)
     build(cfg, "eval", seed=cfg.seed)
-    target = {name: plain(cfg.target)[name] for name in cfg.target if not OmegaConf.is_missing(cfg.target, str(name))}
-    check_call(FrozenTarget.load, "target", target)
+    check_call(FrozenTarget.load, "target", plain(cfg.target))
     for key in ("traffic", "head", "tracking", "export", *(f"rivals.{name}" for name in cfg.rivals)):
         check_node(cfg, key)
     check_config(cfg)

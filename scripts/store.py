@@ -20,7 +20,7 @@ TOOLS = ("merge", "subset", "upload", "download")
 
 def run(cfg: DictConfig) -> None:
     """Do the one thing that is asked for."""
-    from heads.artifact import UserError, locked
+    from heads.artifact import UserError, locked, read_manifest
     from training.remote import is_remote
     from training.store import FeatureStore
 
@@ -35,6 +35,8 @@ def run(cfg: DictConfig) -> None:
         sent, there = upload(folder, cfg.upload)
         print(f"          {sent} shards sent, {there} were there; read them with features_dir={cfg.upload}", flush=True)
         return
+    for source in {"merge": plain(cfg)["merge"], "subset": [cfg.subset]}.get(tool, []):
+        read_manifest(source, "features")  # before a folder is made for what cannot be
     with locked(folder, "fills"):
         _fill(cfg, tool, folder)
     manifest = FeatureStore.open(folder).manifest
@@ -62,6 +64,8 @@ def chosen(cfg: DictConfig) -> str:
     hints = {"merge": list[str], "slices": list[str], "count": int | None}
     for name in (*TOOLS, "slices", "count"):
         check_value(name, values[name], hints.get(name, str | None))
+    if values["count"] is not None and values["count"] < 1:
+        raise UserError(f"count={values['count']} keeps nothing; give at least 1, or null for all.")
     asked = [name for name in TOOLS if values[name]]
     if len(asked) != 1:
         raise UserError(f"scripts.store does one thing at a time; give one of {', '.join(f'{one}=' for one in TOOLS)}.")

@@ -135,6 +135,17 @@ def test_a_target_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
     assert "Missing mandatory value: target.path; give it on the command line" in refuse(collect.run, base=base)
 
 
+def test_the_embedded_target_that_was_never_made(refuse: Refuse, tmp_path: Path) -> None:
+    traffic = e2e.write_rows(tmp_path / "t.jsonl", e2e.conversations(20))
+    message = refuse(collect.run, base=["traffic=jsonl", f"traffic.path={traffic}"])
+    assert "smollm2-135m-instruct has not been made yet; run `make setup`" in message
+
+
+def test_a_target_that_is_not_named_is_asked_for_before_any_reading(refuse: Refuse, tmp_path: Path) -> None:
+    base = ["target=custom", "traffic=jsonl", "traffic.path=none.jsonl"]
+    assert refuse(pipeline.run, base=base) == "target=custom needs target.path=<folder, Hub id or .gguf file>."
+
+
 def test_a_target_without_a_template(refuse: Refuse, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "mute")
     (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -429,8 +440,9 @@ def test_two_jobs_of_a_sweep_do_not_share_a_folder(
     [
         ("train.epoch=3", "There is no setting train.epoch"),
         ("nonsense=1", "There is no setting nonsense"),
-        ("head=nothing", "There is no config head/nothing; there are eagle, eagle3, hydra_mlp"),
-        ("experiment=nothing", "There is no config experiment/nothing; there are chat_70b, chat_8b, code, compare"),
+        ("head=nothing", "head=nothing is unknown; there are eagle, eagle3, hydra_mlp"),
+        ("experiment=nothing", "experiment=nothing is unknown; there are chat_70b, chat_8b, code, compare"),
+        ("head=eagel3", "head=eagel3 is unknown; do you mean head=eagle3? Of head there are eagle, eagle3, hydra_mlp"),
         ("head.taps=[1", "The override head.taps=[1 cannot be read"),
     ],
 )

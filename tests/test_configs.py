@@ -54,6 +54,7 @@ def test_every_option_composes_and_its_values_are_right(
     needed = {
         **{"custom": ["target.path=some/folder"], "draft_model": ["rivals.draft_model.path=some/folder"]},
         "given_prediction": ["rivals.given_prediction.path=predictions.jsonl"],
+        **dict.fromkeys([name for kind, name in OPTIONS if kind == "experiment"], ["target.path=some/folder"]),
         **dict.fromkeys(("hydra_mlp", "mtp_blocks", "mtp_native"), ["stages=[collect,train,evaluate]"]),  # no server
     }.get(name, [])
     chosen = f"{group}=[{name}]" if group == "rival" else f"{group}={name}"
@@ -98,7 +99,8 @@ def test_comments_name_only_commands_that_compose(file: str) -> None:
     if file.startswith(("traffic/", "experiment/", "bench/", "rival/")):
         assert found, "no command shows how to use it"
     for module, line in found:
-        name = module if (CONF / f"{module}.yaml").is_file() else "config"
+        own = [Path(root).stem for root in FILES if "/" not in root]
+        name = module if module in own else "config"
         for job in e2e.jobs(shlex.split(line)):
             e2e.config(*job, name=name)
 

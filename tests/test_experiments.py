@@ -6,10 +6,15 @@ import shlex
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
+from heads.target import FrozenTarget
 from scripts import collect, train
 from tests import e2e
+from tests.answering import answering
+from tests.test_extracted import Fake, make_fake, stored_ids
 from tests.tiny import save_tiny
+from training.store import FeatureStore
 
 FILES = sorted((e2e.ROOT / "conf/experiment").glob("*.yaml"))
 SMALL = (
@@ -34,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> e2e.Place:
 def test_it_trains_two_steps(file: Path, place: e2e.Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     job = e2e.jobs(shlex.split(file.read_text().splitlines()[1].removeprefix("# "))[3:])[0]
-    given = [word for word in job if not word.startswith(("target.path=", "traffic.path="))]
+    given = [word for word in job if not word.startswith(("target.path=", "traffic.path=", "target.device="))]
     brought = [f"target.path={place.target}", "run_dir=runs/t"]
     if len(given) < len(job):  # the user brings target and traffic; the other experiments have both
         brought.append(f"traffic.path={place.traffic}")
@@ -43,6 +48,24 @@ def test_it_trains_two_steps(file: Path, place: e2e.Place, tmp_path: Path, monke
     cfg = e2e.config(*given, *brought, *SMALL)
     cfg.head.draft_vocab_size = cfg.head.draft_vocab_size and 64
     cfg.collect.taps = cfg.collect.taps and [2, 4, 5]
-    collect.run(cfg)
+    if cfg.collect.features == "vllm":
+        collect_from_servers(cfg, make_fake(tmp_path, monkeypatch))
+    else:
+        collect.run(cfg)
     train.run(cfg)
     assert [step for step, _ in e2e.losses(e2e.Place(place.target, place.traffic, tmp_path))] == [1, 2]
+
+
+def collect_from_servers(cfg: DictConfig, stand_in: Fake) -> None:
+    """Over a stand-in for the server that answers and one for the vLLM that computes the states."""
+    target = FrozenTarget.load(cfg.target.path, dtype=cfg.target.dtype)
+    here = OmegaConf.merge(cfg, {"run_dir": "runs/here", "collect": {"features": "transformers", "tensor_parallel": 1}})
+    assert isinstance(here, DictConfig)
+    with answering(target) as server:
+        cfg.collect.url = here.collect.url = server.url
+        collect.run(here)  # which documents will be asked for
+        store = FeatureStore.open(here.features_dir)
+        stand_in.prepare(target, stored_ids(Path(here.features_dir)), taps=store.needs.taps)
+        cfg.serve_python = stand_in.python
+        collect.run(cfg)
+    assert stand_in.seen()[0]["tensor_parallel_size"] == cfg.collect.tensor_parallel > 1

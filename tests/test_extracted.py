@@ -131,11 +131,15 @@ class Fake:
         return replace(given, **how)
 
 
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+def make_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     monkeypatch.setenv("FAKE_SCRIPT", str(tmp_path / "fake/script.json"))
     monkeypatch.setenv("FAKE_SEEN", str(tmp_path / "fake/seen.json"))
     return Fake(tmp_path / "fake")
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    return make_fake(tmp_path, monkeypatch)
 
 
 def known_documents(target: FrozenTarget) -> list[Encoded]:
@@ -175,6 +179,7 @@ def test_states_are_those_of_a_forward_here(target: FrozenTarget, fake: Fake, tm
     }
     assert (options["model"], options["dtype"], options["max_model_len"]) == ("/target", "float32", 40)
     assert options["max_num_seqs"] == 4 and options["enable_prefix_caching"] is False
+    assert options["tensor_parallel_size"] == 1 and "gpu_memory_utilization" not in options
     assert str(DRIVER.parent) in path and environment["HF_HUB_OFFLINE"] == "1"
     assert str(DRIVER.parent.parent) not in path, "our modules shadow the server's"
     assert [one.name for one in (tmp_path / "f").iterdir()] == ["vllm.log"]
@@ -192,6 +197,30 @@ def test_a_longer_document_or_other_taps_start_it_anew(target: FrozenTarget, fak
         fake.prepare(target, [shortest.ids], taps=(2,))
         (got,) = reader(target, [shortest], taps=(2,))
         assert_close(got, known_states(target, [shortest], taps=(2,))[0], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "visible", "memory"),
+    [(1, "5", 0.45), (4, "0,1,2,5,6", 0.18)],  # its own GPU alone; the first four, of which the third is fullest
+)
+def test_which_gpus_and_how_much_of_them_vllm_gets(
+    target: FrozenTarget, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallel: int, visible: str, memory: float
+) -> None:
+    """For a target on the fourth visible GPU, half of which is free."""
+    seen: list[Any] = []
+    reader = ExtractedStates(
+        ExtractionSettings(python="p", target="/t", batch=4, length=40, tensor_parallel=parallel), folder=tmp_path
+    )
+    free = {0: 1.0, 1: 1.0, 2: 0.2, 3: 0.5}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,5,6")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: (free[place] * 80e9, 80e9))
+    monkeypatch.setattr("training.extracted.start", lambda command, **how: seen.append(how["env"]))
+    monkeypatch.setattr(reader, "_ask", lambda how: seen.append(how) or {"vllm": "0", "load_seconds": 0.0})
+    there: Any = types.SimpleNamespace(device=torch.device("cuda:3"), dtype=torch.bfloat16)
+    reader._start(there, [2])
+    environment, how = seen
+    assert (environment["CUDA_VISIBLE_DEVICES"], how["memory"]) == (visible, memory)
+    assert how["tensor_parallel"] == parallel
 
 
 @pytest.mark.parametrize(
@@ -285,7 +314,9 @@ def test_both_fill_the_same_store_and_a_death_midway_costs_nothing(
     assert gather(target, log, theirs, ExtractedStates(fake.settings(python="gone"), folder=theirs)) == manifest
 
 
-def test_what_the_config_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_config_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     traffic = e2e.write_rows(tmp_path / "t.jsonl", e2e.conversations(3))
     uses = [*e2e.uses(save_tiny(tmp_path / "tiny"), traffic), f"run_dir={tmp_path}/r", "collect.features=vllm"]
 
@@ -301,6 +332,12 @@ def test_what_the_config_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "is a GGUF file or has an adapter" in refuse(logged, "target.adapter=a")
     assert "nowhere cannot be run" in refuse(logged, "serve_python=nowhere")
     assert "has no vllm; set serve_python=" in refuse(logged, f"serve_python={sys.executable}")
+    assert "collect.tensor_parallel=0 is not possible; give at least 1" in refuse(logged, "collect.tensor_parallel=0")
+    several = "collect.tensor_parallel=4"
+    assert "is about vLLM, but collect.features=transformers" in refuse(several, "collect.features=transformers")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="gives all GPUs to one vLLM, so collect with one process"):
+        check_all(e2e.config(*uses, logged, several))
     assert not (tmp_path / "r").exists(), "refused before the prompts were read"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from importlib import import_module
 
 import pytest
@@ -46,6 +47,32 @@ def test_the_help_says_it_all(name: str, monkeypatch: pytest.MonkeyPatch, capsys
             assert (line is not None and len(line[0]) <= usage.WIDTH) or (group.name == "bench" and name != "bench")
     assert all(f"\n  {code} " in page for code in (0, 1, 2, 130))
     assert "  global_batch_tokens: 2048" in page and "hydra:" not in page and "defaults:" not in page
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_its_own_settings_come_first_and_every_word_of_their_comments(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, shown = told(name, monkeypatch, capsys), f"Settings of {name} alone:\n"
+    assert (shown in page) == (SCRIPTS[name] != "config") and "_target_" not in page
+    places = [page.find(shown), *(page.index(one) for one in ("Exit codes:", "Choices, *", "Settings of all scripts:"))]
+    assert places == sorted(places)
+    settings = (
+        page.partition(shown)[2].partition("\n\nExit")[0] + "\n" + page.partition("Settings of all scripts:\n")[2]
+    )
+    assert [line for line in settings.splitlines() if len(line) > usage.WIDTH] == []
+    for root in {SCRIPTS[name], "config"}:
+        body = re.split(r"^hydra:", (e2e.ROOT / f"conf/{root}.yaml").read_text(), flags=re.MULTILINE)[0]
+        body = re.sub(r"\A(#.*\n)*defaults:\n( +-.*\n)*", "", body)
+        said = [word for comment in re.findall(r"#(.*)", body) for word in comment.split()]
+        words = set(settings.split())
+        assert [word for word in said if word not in words] == []
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
+    line = " ".join([*map(shlex.quote, e2e.command("store", "--help")), "| head -n 1; exit ${PIPESTATUS[0]}"])
+    done = subprocess.run(["bash", "-c", line], cwd=e2e.ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
 
 def test_the_version_names_the_commit_and_what_numbers_depend_on(

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from heads.artifact import UserError
 from heads.base import Projection, TargetWeights
 from heads.kernels import KINDS, TOP_K, Said, kernel_of, reference_loss
-from heads.losses import Objective, TargetRows, UnrolledSums, unrolled_loss
+from heads.losses import Objective, TargetRows, UnrolledSums, _likeliest, unrolled_loss
 
 STARTS, DEPTH, WIDTH, VOCABULARY, DRAFTABLE = 11, 3, 6, 40, 25
 BREAKS = (4, 9)  # the first start of another turn
@@ -229,6 +229,15 @@ def test_unrolled_equals_reference(monkeypatch, kind: str, shape: dict, decay: f
 def test_chunks_of_any_size(monkeypatch, shape: dict, places: int, at_a_time: int) -> None:
     cut(monkeypatch, places=places, at_a_time=at_a_time)
     assert_same(problem(**shape), Objective("lk_lambda", "survival"))
+
+
+def test_the_first_of_equals_is_the_likeliest() -> None:
+    """Few values, so that most rows have ties; the token is the argmax, another of them, something else, or none."""
+    logits_CW = torch.randint(0, 3, (500, 7)).float()
+    token_C = torch.randint(-1, 7, (500,))
+    expected_C = torch.tensor([row.index(max(row)) for row in logits_CW.tolist()]) == token_C
+    assert 20 < expected_C.sum() < 400
+    assert torch.equal(_likeliest(logits_CW, token_C), expected_C)
 
 
 def test_metrics_of_each_pair() -> None:

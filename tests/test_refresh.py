@@ -183,7 +183,7 @@ def test_a_log_that_grows_week_by_week(
     [
         (["name=x"], "refresh needs from="),
         (["name=week1", "from=runs/week1"], "is the run that is refreshed"),
-        (["name=x", "from=runs/nowhere"], "holds no finished head artifact"),
+        (["name=x", "from=runs/nowhere"], "runs/nowhere/head holds no trained head"),
         (["name=x", "from=runs/week1", "train.init_from=runs/y/head"], "leave it out"),
         (["name=x", "from=runs/week1", "traffic.held_out=0.3"], "set traffic.held_out=0.4"),
     ],

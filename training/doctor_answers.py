@@ -215,6 +215,7 @@ def workload(
         epochs=training.epochs,
         batch_positions=generation.batch_size * (generation.max_prompt_tokens + generation.max_new_tokens),
         step_positions=-(-training.global_batch_tokens // training.accumulation),
+        recomputed=training.gradient_checkpointing,
     )
     several = f", {generation.answers} to each turn" if generation.answers > 1 else ""
     return work, f"{conversations:,} conversations, {how}{several}"

@@ -8,7 +8,8 @@ With n positions (prompts p, answers a), D the target's width, P its parameters 
     train     epochs · (6 · M · (a or n) + a · ((6 or 4) · K · W · D + 2 · W · D)) / F
               + epochs · 2 · P · n / F                              states computed online
     memory    collecting: P · b + keys and values of one batch
-              training:   P · b + 16 · trained + positions of a step · (states of K passes)
+              training:   P · b + 16 · trained + positions of a step · (activations of K passes, or, where they are
+              computed again in the backward, of one and what goes into each)
 n where a head runs all positions, prompts too (MTP modules in a row), a where it runs those it learns from.
 M are the matrix elements a start goes through in all K passes of the head (of experts those that a token is sent to), W
 its vocabulary; 6 where the projection is trained, 4 where it is the target's; 16 bytes are an fp32 weight, its gradient
@@ -34,6 +35,7 @@ from training.store import STORED, Storage
 
 USABLE = 0.9  # of a GPU's memory; the rest is the allocator's and the runtime's
 _STATES = 18  # widths D of activations that a decoder block keeps per position and pass, besides 3 of its MLP
+_INPUTS = 4  # widths D that go into a pass or come out of it: two states, a key and a value, at most
 _PROJECTIONS = ("lm_head", "lm_heads")  # what heads call a vocabulary projection of their own
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")  # as families call it
 
@@ -115,13 +117,15 @@ def _passed(path: str, parameter: nn.Parameter, sizes: Mapping[str, Any]) -> int
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """How much there is to do: positions of all documents, of one batch of generation, and of one training step."""
+    """How much there is to do: positions of all documents, of one batch of generation, and of one training step;
+    recomputed: whether the backward of that computes the head's passes again."""
 
     prompt_tokens: int
     answer_tokens: int
     epochs: int
     batch_positions: int
     step_positions: int
+    recomputed: bool = False
 
     def times(self, factor: float) -> Workload:
         """The same for more or fewer conversations."""
@@ -131,6 +135,7 @@ class Workload:
             epochs=self.epochs,
             batch_positions=self.batch_positions,
             step_positions=self.step_positions,
+            recomputed=self.recomputed,
         )
 
 
@@ -170,7 +175,9 @@ def estimate(
     disk = positions * storage.position_bytes(head.needs, target.hidden, target.itemsize)
     weights = target.parameters * target.itemsize
     collect_memory = weights + work.batch_positions * target.keys * target.itemsize
-    per_position = (head.depth * (_STATES * target.hidden + 3 * target.inner) + states * target.hidden) * 4
+    one_pass = _STATES * target.hidden + 3 * target.inner
+    passes = one_pass + head.depth * _INPUTS * target.hidden if work.recomputed else head.depth * one_pass
+    per_position = (passes + states * target.hidden) * 4
     train_memory = weights + 16 * head.trained + work.step_positions * per_position
     collect = 2 * target.body * (work.prompt_tokens + machine.generated * work.answer_tokens) / machine.flops
     train = work.epochs * train_flops(target, head, positions, work.answer_tokens) / machine.flops

@@ -44,14 +44,20 @@ _GO_ON = ", and the same command goes on from here"
 @dataclass(frozen=True, kw_only=True)
 class ExtractionSettings:
     """How vLLM is to run: the interpreter it is installed for, the target's folder or Hub id, documents at a time,
-    the least positions that a document may have, and seconds for its start and for one batch."""
+    the least positions that a document may have, seconds for its start and for one batch, and over how many of the
+    visible GPUs, from the first on, it divides the target. Raises UserError when that is below 1."""
 
     python: str
     target: str
     batch: int
     length: int
     timeout: float = 600.0
+    tensor_parallel: int = 1
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1:
+            raise UserError(f"collect.tensor_parallel={self.tensor_parallel} is not possible; give at least 1.")
 
 
 class ExtractedStates:
@@ -107,13 +113,14 @@ class ExtractedStates:
     def _start(self, target: FrozenTarget, boundaries: list[int]) -> None:
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir(parents=True)
-        env, memory = environment(DRIVER.parent), None
+        env, memory, several = environment(DRIVER.parent), None, self.settings.tensor_parallel
         if target.device.type == "cuda":
             place = target.device.index or 0
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[place] if visible else str(place)
-            free, total = torch.cuda.mem_get_info(target.device)
-            memory = round(_SHARE * free / total, 3)
+            if several == 1:  # the target's own GPU; several are the first ones, wherever the target is
+                env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[place] if visible else str(place)
+            used = [place] if several == 1 else list(range(several))
+            memory = round(min(_SHARE * free / total for free, total in map(torch.cuda.mem_get_info, used)), 3)
         with open(self._log, "wb") as log:
             self._process = start([self.settings.python, str(DRIVER)], log=log, env=env, piped=True)
         how = {
@@ -124,6 +131,7 @@ class ExtractedStates:
             "batch": self.settings.batch,
             "folder": str(self._scratch),
             "memory": memory,
+            "tensor_parallel": several,
             "trust_remote_code": self.settings.trust_remote_code,
         }
         ready = self._ask(how)

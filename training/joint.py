@@ -14,6 +14,7 @@ The module does not know the loop that drives it, or where documents come from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,15 @@ from heads.target import FrozenTarget
 MODIFIED = "target modified: not exact with respect to the original"
 _WEIGHTS, _CONFIG, _CARD = "adapter_model.safetensors", "adapter_config.json", "README.md"
 _LOGITS_CHUNK = 1024  # positions whose logits over the whole vocabulary exist at the same time
+
+
+def check_strength(rank: int, alpha: float, head_weight: float) -> None:
+    """Raises UserError on settings of `JointTraining` that cannot be for any head and target."""
+    if rank < 1 or not 0 < alpha < math.inf or not 0 <= head_weight < math.inf:
+        raise UserError(
+            f"medusa2.rank={rank} medusa2.alpha={alpha} medusa2.head_weight={head_weight}: the rank is at least 1, "
+            f"alpha above 0 and head_weight at least 0, both finite."
+        )
 
 
 class JointTraining(Learner):
@@ -56,11 +66,7 @@ class JointTraining(Learner):
         from peft import LoraConfig, PeftModel  # slow to import, and seldom needed
 
         super().__init__()
-        if rank < 1 or not alpha > 0 or not head_weight >= 0:
-            raise UserError(
-                f"medusa2.rank={rank} medusa2.alpha={alpha} medusa2.head_weight={head_weight}: the rank is at least 1, "
-                f"alpha above 0 and head_weight at least 0."
-            )
+        check_strength(rank, alpha, head_weight)
         self.head = head
         self.vocab = head.vocab
         self.head_weight = head_weight

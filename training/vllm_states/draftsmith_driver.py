@@ -20,7 +20,7 @@ from typing import Any
 
 FIELDS = (
     *("target", "dtype", "boundaries", "max_model_len", "batch"),
-    *("folder", "memory", "trust_remote_code"),
+    *("folder", "memory", "tensor_parallel", "trust_remote_code"),
 )
 PATIENCE = 60.0  # seconds for a file that follows its answer
 
@@ -50,6 +50,7 @@ def engine_arguments(how: dict[str, Any], cpu: bool) -> dict[str, Any]:
         "dtype": how["dtype"],
         "max_model_len": how["max_model_len"],
         "max_num_seqs": how["batch"],
+        "tensor_parallel_size": how["tensor_parallel"],
         "trust_remote_code": how["trust_remote_code"],
         "enforce_eager": True,
         "enable_prefix_caching": False,
