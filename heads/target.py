@@ -25,6 +25,7 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     Cache,
@@ -301,6 +302,17 @@ def load_tokenizer(
     options = {"gguf_file": gguf_file} if gguf_file else {}
     with _loading(path):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+
+
+def layers_told(path: str, *, trust_remote_code: bool = False) -> int | None:
+    """How many layers a target has as its config tells, without its weights; None where that cannot be read alone (a
+    GGUF file, no config): loading the target says what is wrong then."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+    except (OSError, ValueError, KeyError, ImportError):
+        return None
+    layers: int = config.num_hidden_layers
+    return layers
 
 
 def render(

@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 WIDTH = 80
 EXIT_CODES = {
     0: "done; what was finished before is used as it is",
-    1: "a check did not pass (doctor, prove, serve_check, gpu_check, collect verify=true), or a fault of ours with "
-    "its traceback",
+    1: "a check did not pass (doctor, prove, serve_check, gpu_check, collect verify=true), or a fault of ours with its "
+    "traceback",
     2: "refused: one sentence on stderr says what was given, what is allowed, what to type",
     130: "stopped by Ctrl-C (143: by SIGTERM); the same command goes on from there",
 }

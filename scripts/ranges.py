@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +77,7 @@ def check_head(cfg: DictConfig, made: Any) -> None:
             f"A draft vocabulary of {wanted} is not between 1 and the target's; set head.draft_vocab_size=8192, or "
             f"null for all of it."
         )
-    taps = made.keywords.get("taps")
-    if taps is not None and (list(taps) != sorted(set(taps)) or any(tap < 0 for tap in taps)):
-        raise UserError(
-            f"head.taps={list(taps)} must be ascending, distinct and ≥ 0; set head.taps=[…] (and collect.taps=[…])."
-        )
+    _check_taps(cfg, made.keywords.get("taps") or ())
     if made.func.sizes_of.__func__ is not DraftHead.sizes_of.__func__:  # made of its target's own config
         told = made.keywords
         if told["depth"] < 1:
@@ -90,6 +87,23 @@ def check_head(cfg: DictConfig, made: Any) -> None:
     sizes = BlockSizes(8, 8, 1, 1, 8, 8, _LAYERS, 8, 1e-6, {"rope_type": "default", "rope_theta": 1e4})
     with torch.device("meta"):
         made(sizes=sizes, vocab=DraftVocabulary.identity(1))
+
+
+def _check_taps(cfg: DictConfig, of_head: Sequence[int]) -> None:
+    """Taps of the config by themselves, and against the layers that the target's config tells of. Raises UserError."""
+    from heads.artifact import UserError
+    from heads.base import FeatureNeeds
+    from heads.target import layers_told
+
+    for name, taps in {"head.taps": list(of_head), "collect.taps": list(cfg.collect.taps)}.items():
+        if taps != sorted(set(taps)) or any(tap < 0 for tap in taps):
+            raise UserError(f"{name}={taps} must be ascending, distinct and ≥ 0; set {name}=[…].")
+    asked = sorted({*of_head, *cfg.collect.taps})
+    if not asked or OmegaConf.is_missing(cfg.target, "path") or cfg.target.gguf_file:
+        return
+    layers = layers_told(str(cfg.target.path), trust_remote_code=cfg.target.trust_remote_code)
+    if layers is not None:
+        FeatureNeeds(tuple(asked)).check(layers)
 
 
 def check_target(cfg: DictConfig, target: FrozenTarget) -> None:

@@ -270,6 +270,24 @@ def test_what_collect_refuses(refuse: Refuse, override: str, words: str) -> None
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("head.taps=[6,3,1]", "head.taps=[6, 3, 1] must be ascending, distinct and ≥ 0; set head.taps="),
+        ("head.taps=[1,3,8]", "[1, 3, 8] must be ascending, distinct and between 0 and 7 for a target of 8 layers"),
+        ("collect.taps=[5,2]", "collect.taps=[5, 2] must be ascending, distinct and ≥ 0; set collect.taps="),
+        ("collect.taps=[-1]", "collect.taps=[-1] must be ascending, distinct and ≥ 0; set collect.taps="),
+        ("collect.taps=[2,8]", "[1, 2, 3, 6, 8] must be ascending, distinct and between 0 and 7"),
+    ],
+)
+def test_taps_are_judged_before_the_target_is_loaded(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, override: str, words: str
+) -> None:
+    monkeypatch.setattr(collect, "load_target", None)
+    assert words in refuse(collect.run, override)
+    assert words in refuse(pipeline.run, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
         ("head.draft_vocab_size=0", "A draft vocabulary of 0 is not between 1"),
         ("head.draft_vocab_size=-5", "A draft vocabulary of -5 is not between 1"),
         ("head.draft_vocab_size=97", "A draft vocabulary of 97 is not between 1 (special tokens) and 96"),

@@ -6,14 +6,18 @@ The real vLLM is the business of `bench=features`.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -312,6 +316,54 @@ def test_both_fill_the_same_store_and_a_death_midway_costs_nothing(
         gather(target, log, theirs)
     # Finished, it needs no vLLM any more.
     assert gather(target, log, theirs, ExtractedStates(fake.settings(python="gone"), folder=theirs)) == manifest
+
+
+ASKER = """
+import json, pathlib, sys, time
+from heads.foreign import environment, start
+python, driver, how = sys.argv[1:]
+process = start([python, driver], log=open("log", "wb"), env=environment(pathlib.Path(driver).parent), piped=True)
+process.stdin.write(how.encode() + b"\\n")
+process.stdin.flush()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_vllm_that_loads_ends_with_whoever_asked(
+    target: FrozenTarget, fake: Fake, tmp_path: Path, number: signal.Signals
+) -> None:
+    """And so does what it has started: nothing of it is left for the minutes that loading takes."""
+    loads = """
+        import subprocess, time
+        worker = subprocess.Popen(["sleep", "600"])
+        open("pids.new", "w").write(f"{os.getpid()} {worker.pid}")
+        os.replace("pids.new", "pids")
+        time.sleep(600)
+    """
+    fake.prepare(target, [(5, 6)], load=textwrap.dedent(loads))
+    how: dict[str, Any] = dict.fromkeys(("target", "dtype", "boundaries", "max_model_len", "batch", "memory"))
+    how |= {"folder": str(tmp_path), "trust_remote_code": False}
+    line = [sys.executable, "-c", ASKER, fake.python, str(DRIVER), json.dumps(how)]
+    asker = subprocess.Popen(line, cwd=tmp_path, env=e2e.environment())
+    try:
+        wait_until(lambda: (tmp_path / "pids").exists() or asker.poll() is not None)
+        family = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
+        asker.send_signal(number)
+        _, alive = psutil.wait_procs(family, timeout=20)
+    finally:
+        asker.kill()
+        asker.wait()
+    for one in alive:
+        one.kill()
+    assert not alive
+
+
+def wait_until(there: Callable[[], bool], patience: float = 120.0) -> None:
+    until = time.monotonic() + patience
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_what_the_config_says(

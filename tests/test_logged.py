@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from heads.artifact import UserError
 from heads.target import FrozenTarget
 from tests.test_regenerate import answers_of, gather, quarantine_of, traffic
 from tests.tiny import load_tiny
+from training.chat import ChatEncoder
+from training.logged import Logged
 from training.readers import parse_row, read_files
+from training.regenerate import Generation
 from training.store import FeatureStore, verify
 from training.traffic import LOGGED, Conversation
 
@@ -158,3 +162,23 @@ def test_a_flipped_byte_is_named_and_only_its_shard_is_made_again(target: Frozen
         now = {name: (folder / name).stat().st_mtime_ns for name in stamps}
         assert all(now[name] == stamps[name] for name in stamps if "00001" not in name)
         stamps = now
+
+
+def test_what_waits_costs_a_few_bytes_a_token(target: FrozenTarget, tmp_path: Path) -> None:
+    """Tuples of Python's whole numbers would cost fifty; a document comes out of it as it went in."""
+    words = " ".join(f"w{number % 80}" for number in range(110))
+    said = [{"role": "user", "content": words}, {"role": "assistant", "content": words}]
+    given = read_log(tmp_path / "log.jsonl", [{"id": str(number), "messages": said} for number in range(60)])
+    generation = Generation(max_prompt_tokens=200, max_new_tokens=1)
+    tracemalloc.start()
+    try:
+        source = Logged(target, given, generation=generation, taps=())
+        cost = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert source.most_tokens() == 60 * 224
+    assert cost < 10 * source.most_tokens()
+    requests, refused = source.wave(0, {})
+    encoded = ChatEncoder.of(target).turns(given[0].logged)[0]
+    assert not refused and requests[0].known is not None and requests[0].known.encoded() == encoded
+    assert requests[0].prompt_tokens == encoded.answer_start and requests[0].length == len(encoded.ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from heads.artifact import UserError
 from heads.base import FeatureNeeds
 from scripts import collect, store, train
-from tests import e2e
+from tests import e2e, s3_server
 from tests.test_store import NEEDS, VOCABULARY, documents, settings
 from training import remote
 from training.remote import download, open_store, upload
@@ -141,8 +142,17 @@ def test_what_a_subset_refuses(tmp_path: Path) -> None:
 # ---- object storage ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(scope="module")
+def s3() -> Iterator[None]:
+    with s3_server.running():
+        yield
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        return f"s3://{s3_server.BUCKET}/{tmp_path.name}/store"
     return f"memory://{tmp_path.name}/store" if request.param == "memory" else f"file://{tmp_path}/far/store"
 
 
@@ -235,13 +245,22 @@ def test_what_is_refused(tmp_path: Path, address: str) -> None:
         upload(tmp_path / "a", "nowhere://x")
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://bucket/x", rf"is not here \(Install s3fs\); `pip install s3fs=={fsspec.__version__}`"),
+        ("gs://bucket/x", rf"is not here \(Install s3fs\); `pip install gcsfs=={fsspec.__version__}`"),
+        ("az://bucket/x", r"is not here \(Install s3fs\); `pip install adlfs`"),
+        ("oci://bucket/x", r"is not here \(Install s3fs\); install it"),
+    ],
+)
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, words: str) -> None:
     def missing(url: str) -> Any:
-        raise ImportError("Install s3fs to access S3")
+        raise ImportError("Install s3fs")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(UserError, match=r"s3://bucket/x needs a package .*Install s3fs.*pip install s3fs"):
-        open_store("s3://bucket/x", tmp_path)
+    with pytest.raises(UserError, match=f"{url} needs a package that {words}"):
+        open_store(url, tmp_path)
 
 
 # ---- the commands -----------------------------------------------------------------------------------------------
@@ -251,11 +270,16 @@ def run(*words: str) -> None:
     store.run(e2e.config(*words, name="store"))
 
 
+@pytest.mark.parametrize("address", ["memory", "s3"], indirect=True)
 def test_the_commands_and_training_from_an_address(
-    finished: e2e.Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished: e2e.Finished,
+    tmp_path: Path,
+    address: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    features, address = finished.place.run / "features", f"memory://{tmp_path.name}/trained"
+    features = finished.place.run / "features"
     for slice_ in "ab":
         run(f"name={slice_}", f"subset={features}", f"slices=[{slice_}]")
     run("name=both", "merge=[runs/a/features,runs/b/features]")

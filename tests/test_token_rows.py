@@ -15,7 +15,7 @@ from scripts import collect as collect_script
 from scripts import doctor, evaluate, prompts, train
 from tests import e2e
 from tests.test_regenerate import answers_of, gather, quarantine_of, traffic
-from tests.tiny import load_tiny, save_tiny
+from tests.tiny import TEMPLATE, load_tiny, save_tiny
 from training.messages import RowError
 from training.readers import parse_row, read_files
 from training.store import FeatureStore
@@ -171,6 +171,34 @@ def test_where_an_answer_ends_and_what_is_set_aside(target: FrozenTarget, tmp_pa
     assert manifest["cut_off"] == 1 and manifest["answers"] == LOGGED
     with pytest.raises(UserError, match=r"is token ids, which the target cannot answer anew; set collect\.answers="):
         gather(target, given, tmp_path / "g")
+
+
+@pytest.mark.parametrize(
+    ("header", "refused"),
+    [
+        ("<|assistant|>", [-1, -3]),
+        ("<|assistant|> w1 w2", [-1, -2, -3, -5]),
+        ("w1 w2", [-1, -2]),  # plain words further back could be the answer's own
+        ("", []),
+    ],
+)
+def test_a_mask_over_the_templates_header_is_noticed(tmp_path: Path, header: str, refused: list[int]) -> None:
+    """By the target's own template: what it writes between question and answer is none of the answer."""
+    target = load_tiny(tmp_path)
+    target.tokenizer.chat_template = TEMPLATE.replace("<|assistant|>", header)
+    written = {"<|assistant|>": 6, "w1": 9, "w2": 10}
+    prompt = [5, 20, 21, END, *(written[word] for word in header.split())]
+    ids = [*prompt, 10, 31, END]  # an answer may begin with a word of the header
+    rows = [
+        {"id": str(shift), "input_ids": ids, "loss_mask": [int(n >= len(prompt) + shift) for n in range(len(ids))]}
+        for shift in {0, *refused}
+    ]
+    rows.append({"id": "no header", "input_ids": [20, 9, 30, END], "loss_mask": [0, 1, 1, 1]})
+    given = read_files(str(e2e.write_rows(tmp_path / "t.jsonl", rows)), answers=LOGGED).conversations
+    gather(target, list(given), tmp_path / "f", answers=LOGGED)
+    reasons = {row["id"]: row["reason"] for row in quarantine_of(tmp_path / "f")}
+    assert set(reasons) == {f"{shift}#0" for shift in refused}
+    assert all("holds the template's header of an answer" in reason for reason in reasons.values())
 
 
 def test_ids_of_another_tokenizer_are_noticed(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from heads.target import FrozenTarget
 from training.chat import ChatEncoder, Encoded
-from training.logged_ids import Plausible, documents_of_ids
+from training.logged_ids import Header, Plausible, documents_of_ids
 from training.regenerate import Generation
-from training.requests import Refusal, Request
+from training.requests import Known, Refusal, Request
 from training.states import Answer, StatesReader, known_states
 from training.traffic import Conversation
 
@@ -42,7 +42,7 @@ class Logged:
         self.settings = {"max_prompt_tokens": generation.max_prompt_tokens, "batch_size": generation.batch_size}
         self.turns = [conversation.count for conversation in conversations]
         encoder = ChatEncoder.of(target) if not all(one.ids for one in conversations) else None
-        self._plausible = Plausible(target)
+        self._header, self._plausible = Header(target), Plausible(target)
         self._requests: list[Request] = []
         self._refused: list[Refusal] = []
         for conversation in conversations:
@@ -50,7 +50,7 @@ class Logged:
 
     def _take(self, conversation: Conversation, encoder: ChatEncoder | None) -> None:
         if conversation.ids or encoder is None:
-            documents = documents_of_ids(self._target, conversation)
+            documents = documents_of_ids(self._target, self._header, conversation)
         else:
             documents = encoder.attempts(conversation.logged, tools=conversation.tools)
         for turn, document in enumerate(documents):
@@ -58,7 +58,7 @@ class Logged:
             if isinstance(document, str):
                 self._refused.append(self.failed(Request(conversation, turn), document))
                 continue
-            request = Request(conversation, turn, document.ids[: document.answer_start], known=document)
+            request = Request(conversation, turn, known=Known.of(document))
             if reason is None:
                 self._requests.append(request)
             else:
@@ -94,7 +94,7 @@ class Logged:
 
     def answer(self, batch: Sequence[Request], seed: int) -> list[Answer]:
         """The logged answers with the target's states."""
-        documents = [request.known for request in batch if request.known is not None]
+        documents = [request.known.encoded() for request in batch if request.known is not None]
         answers = [
             answer for together in _cut(documents) for answer in self._states(self._target, together, taps=self._taps)
         ]

@@ -2,7 +2,8 @@
 
 A document is one supervised stretch and all that stands before it. It ends with the first end token in the stretch, or
 the one right behind it, as some masks stop just before that; what templates write after the end (a line break) is no
-part of it. An answer without an end token counts as cut off.
+part of it. An answer without an end token counts as cut off. A mask that reaches into what the target's template writes
+before an answer (`<|im_start|>assistant`) is refused: the server writes that, so no head is ever asked for it.
 
 Ids do not say which tokenizer they are of. What can be checked is: none may lie outside the vocabulary, and those of
 another tokenizer surprise the target more than blind guessing would.
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from heads.artifact import UserError
-from heads.target import FrozenTarget
+from heads.target import TEMPLATE_FAULTS, FrozenTarget, render
 from training.chat import Encoded
 from training.states import Answer
 from training.traffic import Conversation
@@ -24,14 +25,53 @@ from training.traffic import Conversation
 _ENOUGH = 64  # supervised tokens to judge by
 
 
-def documents_of_ids(target: FrozenTarget, conversation: Conversation) -> list[Encoded | str]:
+class Header:
+    """What the target's chat template writes between a question and its answer; without one, or where it cannot be told
+    apart, nothing. It says whether a mask takes it for the answer."""
+
+    def __init__(self, target: FrozenTarget) -> None:
+        tokenizer, asked = target.tokenizer, [{"role": "user", "content": "Hello"}]
+        self._ids: list[int] = []
+        if tokenizer.chat_template is None:
+            return
+        try:
+            whole = render(tokenizer, asked, template=target.template)
+            bare = tokenizer.apply_chat_template(
+                asked, add_generation_prompt=False, return_dict=False, **target.template
+            )
+        except (UserError, *TEMPLATE_FAULTS):
+            return
+        if whole[: len(bare)] == bare:
+            self._ids = whole[len(bare) :]
+        # Plain words can stand in an answer too.
+        self._unmistakable = not set(self._ids).isdisjoint(tokenizer.added_tokens_decoder)
+
+    def covered(self, ids: Sequence[int], begin: int, end: int) -> bool:
+        """Whether the supervised stretch from begin to end holds some of a header."""
+        header = self._ids
+        if not header:
+            return False
+
+        def stands(place: int) -> bool:
+            return place >= 0 and list(ids[place : place + len(header)]) == header
+
+        if stands(begin - len(header)):
+            return False
+        if any(stands(begin - before) for before in range(len(header))):
+            return True
+        return self._unmistakable and any(stands(place) for place in range(begin, end - len(header) + 1))
+
+
+def documents_of_ids(target: FrozenTarget, header: Header, conversation: Conversation) -> list[Encoded | str]:
     """One document for each answer in the ids, or the reason why it gives none."""
-    return [_document(target, conversation.ids, begin, end) for begin, end in conversation.answers]
+    return [_document(target, header, conversation.ids, begin, end) for begin, end in conversation.answers]
 
 
-def _document(target: FrozenTarget, ids: Sequence[int], begin: int, end: int) -> Encoded | str:
+def _document(target: FrozenTarget, header: Header, ids: Sequence[int], begin: int, end: int) -> Encoded | str:
     if not 0 <= min(ids[:end]) <= max(ids[:end]) < target.vocab_size:
         return "tokens outside the target's vocabulary"
+    if header.covered(ids, begin, end):
+        return "supervised text holds the template's header of an answer, which the mask must leave out"
     ends = target.eos_token_ids
     stop = next((place for place in range(begin, min(end + 1, len(ids))) if ids[place] in ends), None)
     if stop is not None and target.tokenizer.decode(ids[stop + 1 : end], skip_special_tokens=True).strip():

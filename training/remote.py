@@ -19,6 +19,16 @@ from heads.artifact import MANIFEST, UserError, digest, read_manifest, sha256_fi
 from training.store import FeatureStore
 from training.store_writer import SETTINGS
 
+# Object storage whose addresses begin with a bucket, and the package that fsspec reads it with. A bucket is the user's
+# to make: fsspec would make one out of a misspelt name.
+_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), f"s3fs=={fsspec.__version__}"),  # these two are released together with fsspec
+    **dict.fromkeys(("gs", "gcs"), f"gcsfs=={fsspec.__version__}"),
+    **dict.fromkeys(("az", "abfs", "abfss"), "adlfs"),
+}
+# Whose errors are about the storage although they are no OSError: no credentials, no server, no such name.
+_LIBRARIES = {"botocore", "aiobotocore", "aiohttp", "google", "gcsfs", "azure", "adlfs", "huggingface_hub", "httpx"}
+
 
 def is_remote(place: str | Path) -> bool:
     """Whether this is an address rather than a folder."""
@@ -33,7 +43,7 @@ def open_store(place: str | Path, cache: str | Path) -> FeatureStore:
     remote = _Remote(str(place))
     manifest = remote.bytes_of(MANIFEST)
     if manifest is None:
-        raise UserError(f"{place} holds no finished features (no {MANIFEST}); upload them with scripts.store first.")
+        raise remote.unfinished()
     # Other contents at the same address have another folder.
     folder = Path(cache) / digest([str(place), manifest.decode(errors="replace")])[:16]
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +96,7 @@ def download(url: str, folder: str | Path) -> tuple[int, int]:
     folder, remote = Path(folder), _Remote(url)
     manifest, settings = remote.bytes_of(MANIFEST), remote.bytes_of(SETTINGS)
     if manifest is None or settings is None:
-        raise UserError(f"{url} holds no finished features (no {MANIFEST}); upload them with scripts.store first.")
+        raise remote.unfinished()
     own = folder / SETTINGS
     if (own.read_bytes() != settings) if own.is_file() else (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} holds something else than {url}; choose another name= or delete it.")
@@ -113,28 +123,42 @@ class _Remote:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        kind = url.partition("://")[0]
         try:
             self.files, root = fsspec.core.url_to_fs(url)
         except ImportError as error:
-            raise UserError(
-                f"{url} needs a package that is not here ({error}); `pip install s3fs` for s3://, gcsfs for gs://, "
-                f"adlfs for az://."
-            ) from error
+            remedy = f"`pip install {_PACKAGES[kind]}`" if kind in _PACKAGES else "install it"
+            raise UserError(f"{url} needs a package that is not here ({error}); {remedy}.") from error
         except ValueError as error:
             raise UserError(
                 f"{url} is no address that fsspec knows ({error}); give s3://bucket/folder, say."
             ) from error
         self.root = root.rstrip("/")
+        self._bucket = self.root.partition("/")[0] if kind in _PACKAGES else None
+        if self._bucket == "":
+            raise UserError(f"{url} names no bucket; give {kind}://bucket/folder.")
 
     @contextmanager
     def _telling(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except Exception as error:
+            if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _LIBRARIES:
+                raise
+            what = " ".join(str(error).split())[:300] or type(error).__name__
             raise UserError(
-                f"Cannot {doing} {self.url} ({error}); look at the address, the credentials and the network, then "
+                f"Cannot {doing} {self.url} ({what}); look at the address, the credentials and the network, then "
                 f"repeat the command, which goes on from there."
             ) from error
+
+    def unfinished(self) -> UserError:
+        """What is to be said where no manifest was found."""
+        with self._telling("read"):
+            if self._bucket is not None and not self.files.exists(self._bucket):
+                return UserError(f"There is no bucket {self._bucket} for {self.url}; look at the address, or make it.")
+        return UserError(
+            f"{self.url} holds no finished features (no {MANIFEST}); upload them with scripts.store first."
+        )
 
     def bytes_of(self, name: str) -> bytes | None:
         """A small file's content; None when it is not there."""
@@ -157,7 +181,8 @@ class _Remote:
     def send(self, path: Path) -> None:
         """Put a file there under its own name."""
         with self._telling("write to"):
-            self.files.makedirs(self.root, exist_ok=True)
+            if self._bucket is None:
+                self.files.makedirs(self.root, exist_ok=True)
             self.files.put_file(str(path), f"{self.root}/{path.name}")
 
     def fetch(self, name: str, folder: Path, sha256: str | None = None) -> None:

@@ -6,6 +6,7 @@ from the logs. Neither knows files, shards or processes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,15 +20,32 @@ from training.store import document_id
 from training.traffic import Conversation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A document that waits, in 4 bytes a token: a log has millions of them. All from `start` on is the answer."""
+
+    ids: array[int]
+    start: int
+
+    @classmethod
+    def of(cls, document: Encoded) -> Known:
+        assert all(document.supervised[document.answer_start :])
+        return cls(array("i", document.ids), document.answer_start)
+
+    def encoded(self) -> Encoded:
+        """As it was."""
+        return Encoded(tuple(self.ids), tuple(place >= self.start for place in range(len(self.ids))))
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """One answer waiting for its states: ids is the rendered prompt, `known` the whole document where its answer is
-    there already. answer: its number, where a turn gets several."""
+    """One answer waiting for its states: ids is the rendered prompt, `known` instead the whole document where its
+    answer is there already. answer: its number, where a turn gets several."""
 
     conversation: Conversation
     turn: int
     ids: tuple[int, ...] = ()
-    known: Encoded | None = None
+    known: Known | None = None
     answer: int | None = None
 
     @property
@@ -39,6 +57,11 @@ class Request:
     def length(self) -> int:
         """Positions that are known beforehand."""
         return len(self.ids) if self.known is None else len(self.known.ids)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Positions of the prompt."""
+        return len(self.ids) if self.known is None else self.known.start
 
 
 @dataclass(frozen=True)
@@ -57,7 +80,7 @@ class Refusal:
             "conversation": request.conversation.id,
             "turn": request.turn,
             "reason": self.reason,
-            "prompt_tokens": len(request.ids),
+            "prompt_tokens": request.prompt_tokens,
             "turns_lost": self.turns_lost,
         }
 

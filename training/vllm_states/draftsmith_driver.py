@@ -6,7 +6,8 @@ This file is executed by path in the interpreter of the serving environment, wit
 
 Requests and replies are lines of JSON. The first request says how to start, and is answered when the engine is ready;
 each further one has documents, lists of token ids, and is answered with one safetensors file for each of them, in their
-order: hidden_states [tokens, boundaries, D] and token_ids. The reader deletes the files. The end of the input ends it.
+order: hidden_states [tokens, boundaries, D] and token_ids. The reader deletes the files. The end of the input ends it,
+with all that vLLM has started, also while vLLM still loads.
 It uses the standard library and vllm only, and knows nothing of Draftsmith.
 """
 
@@ -14,7 +15,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -23,6 +27,7 @@ FIELDS = (
     *("folder", "memory", "tensor_parallel", "trust_remote_code"),
 )
 PATIENCE = 60.0  # seconds for a file that follows its answer
+GOODBYE = 20.0  # seconds to end in order once the input has ended
 
 
 def parse_start(line: str) -> dict[str, Any]:
@@ -118,12 +123,29 @@ def await_lock(path: str) -> None:
     os.remove(path + ".lock")
 
 
+def end_with_input(ready: threading.Event) -> None:
+    """Wait until nobody can ask any more, as whoever asked has ended, and leave nothing of this process group running.
+    An engine that is ready gets the time to end by itself first."""
+    watched = select.poll()
+    watched.register(0, 0)  # only its end is told, whatever is still to be read
+    watched.poll()
+    if ready.is_set():
+        time.sleep(GOODBYE)
+    if os.getpgrp() == os.getpid():  # else it is somebody else's
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
 def main() -> None:
     """Start, answer until the input ends, stop."""
+    ready = threading.Event()
     # Replies alone go where we are read; whatever vLLM prints goes to the log.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
         os.dup2(2, 1)
-        engine = Engine(parse_start(sys.stdin.readline()))
+        how = parse_start(sys.stdin.readline())
+        threading.Thread(target=end_with_input, args=(ready,), daemon=True).start()
+        engine = Engine(how)
+        ready.set()
         print(json.dumps(engine.ready), file=replies, flush=True)
         for line in sys.stdin:
             files = engine.extract(json.loads(line)["documents"])
