@@ -142,6 +142,7 @@ def _likeliest(logits_CW: Tensor, token_C: Tensor) -> Tensor:
     """Whether argmax of each row is this token [C], -1 for none; the first of equals is the argmax, as in decoding.
 
     On a CPU a maximum with its place takes five times as long as one without, so the place is sought for ties alone.
+    How many there are is no size that could be compiled.
     """
     if logits_CW.device.type != "cpu" or torch.compiler.is_compiling():
         return logits_CW.max(-1).indices == token_C

@@ -14,7 +14,7 @@ from tests import e2e
 from tests.test_help import SCRIPTS
 
 NEEDED = {"medusa2": ["stage1=runs/none"], "refresh": ["from=runs/none"], "store": ["subset=runs/none"]}
-JUDGES = ("doctor", "prove", "serve_check")  # whose `run` says whether all is well
+JUDGES = ("doctor", "gpu_check", "prove", "serve_check")  # whose `run` says whether all is well
 
 
 def code(script: str, *words: str) -> int:

@@ -23,7 +23,7 @@ CONF = e2e.ROOT / "conf"
 BENCHES = sorted(path.stem for path in (CONF / "bench").glob("*.yaml"))
 # What a script needs to be told at least. Of the keys of config.yaml those are looked at that its own file sets anew.
 NEEDED: dict[str, list[str]] = {
-    **dict.fromkeys(("advise", "compare", "prove"), []),
+    **dict.fromkeys(("advise", "compare", "gpu_check", "prove"), []),
     "doctor": ["traffic=jsonl", "traffic.path=t.jsonl"],
     **{f"bench {kind}": [f"bench={kind}"] for kind in BENCHES},
     "advise for a gpu": ["gpu=h100", "target_size.parameters=1e9", "draft_size.parameters=1e7"],
@@ -74,6 +74,7 @@ def test_a_wrong_value_is_named_before_anything_is_read(
     run = importlib.import_module(f"scripts.{script}").run
     base = e2e.config(*NEEDED[variant], name=script)
 
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # gpu_check is done then
     load = FrozenTarget.load
 
     @functools.wraps(load)
@@ -91,7 +92,7 @@ def test_a_wrong_value_is_named_before_anything_is_read(
             return f"no sentence: {type(error).__name__}: {str(error)[:300]}"
 
     usual, found = outcome(base), {}
-    assert not usual.startswith("no sentence") or variant == "compare", usual
+    assert not usual.startswith("no sentence") or variant in ("compare", "gpu_check"), usual
     names = own(script, base)
     assert names
     for name in names:
