@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from heads.base import wide
 from heads.compiled import compiled
 
-# Of one query head, and queries, that exist at a time; the fewer queries, the less of what they see is masked.
+# Of one query head that exist at a time; and queries on a CPU, the fewer of them, the less of what they see is masked.
 SCORES, QUERIES = 1 << 18, 96
 _SIDE = 128  # of a block of the mask, as the kernels of FlexAttention have it
 
@@ -38,13 +38,14 @@ class Columns:
         """Consecutive queries of one document, and the slots that any of them sees."""
         blocks = []
         starts = self.starts_N.tolist()
+        queries = QUERIES if self.starts_N.device.type == "cpu" else SCORES
         first, document = 0, 0
         for length in self.lengths:
             last = first
             while last < len(starts) and starts[last] < document + length:
                 last += 1
             while first < last:
-                stop = min(last, first + max(1, min(QUERIES, SCORES // length)))
+                stop = min(last, first + max(1, min(queries, SCORES // length)))
                 blocks.append((slice(first, stop), slice(document, starts[stop - 1] + 1)))
                 first = stop
             document += length
