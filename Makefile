@@ -56,7 +56,7 @@ $(VENV)/.made:
 
 $(VENV)/.packages: pyproject.toml constraints.txt $(VENV)/.made
 	@rm -f $@
-	@echo "Set-up: installing the packages (1 minute, plus the download of PyTorch)"
+	@echo "Set-up: installing the packages (1 minute, plus the download of PyTorch; tail -f $(VENV)/packages.log shows it)"
 	@$(call pip,$(VENV),packages,-c constraints.txt -e '.[dev]')
 	@touch $@
 

@@ -391,21 +391,26 @@ def fingerprint_target(
 
     Where an adapter came out of training a head, `modified` says so; every artifact that names its target says it too.
     """
-    files = [Path(folder) / gguf_file] if gguf_file else _weight_files(Path(folder))
     modified = {}
-    if adapter is not None:
-        # The configuration holds the factor that the adapter's weights are multiplied by.
-        files += [*_weight_files(Path(adapter)), *Path(adapter).glob("adapter_config.json")]
-        if (Path(adapter) / MANIFEST).is_file():
-            modified = {"modified": read_manifest(adapter, "adapter")["modified"]}
+    if adapter is not None and (Path(adapter) / MANIFEST).is_file():
+        modified = {"modified": read_manifest(adapter, "adapter")["modified"]}
     vocabulary = sorted(tokenizer.get_vocab().items())
     return {
         "name": Path(folder).name if gguf_file is None else gguf_file,
-        "weights": digest([[file.name, _sampled_digest(file)] for file in files]),
+        "weights": weights_digest(folder, gguf_file, adapter),
         "tokenizer": digest(vocabulary),
         "template": digest([tokenizer.chat_template, dict(template)] if template else tokenizer.chat_template),
         **modified,
     }
+
+
+def weights_digest(folder: str, gguf_file: str | None = None, adapter: str | None = None) -> str:
+    """Of sizes and sampled bytes of the files of a folder, or of one in it, and of an adapter's."""
+    files = [Path(folder) / gguf_file] if gguf_file else _weight_files(Path(folder))
+    if adapter is not None:
+        # The configuration holds the factor that the adapter's weights are multiplied by.
+        files += [*_weight_files(Path(adapter)), *Path(adapter).glob("adapter_config.json")]
+    return digest([[file.name, _sampled_digest(file)] for file in files])
 
 
 def _weight_files(folder: Path) -> list[Path]:

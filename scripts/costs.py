@@ -68,7 +68,9 @@ def read_costs(path: Path) -> CostTable:
     from heads.artifact import UserError, read_json
 
     if not path.is_file():
-        raise UserError(f"{path} is not there; measure the costs first: python -m scripts.bench bench=cost name=….")
+        raise UserError(
+            f"{path} is not there; measure the costs first: python -m scripts.bench bench=cost run_dir={path.parent}."
+        )
     again = "measure them again: python -m scripts.bench bench=cost name=…"
     value = read_json(path, "measured costs", again, needed=("format",))
     try:

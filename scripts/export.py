@@ -7,6 +7,7 @@ python -m scripts.export name=mine export=speculators push=org/name
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -28,6 +29,7 @@ def run(cfg: DictConfig) -> None:
     folder, report_path = Path(cfg.run_dir) / "export", Path(cfg.run_dir) / "report" / "report.json"
     evidence = None
     facts = read_facts(cfg.head_dir)
+    check_named(cfg, facts["target"])
     if report_path.is_file():
         report = read_report(report_path)
         if report["head"]["sha256"] == facts["sha256"]:
@@ -46,6 +48,25 @@ def run(cfg: DictConfig) -> None:
     print(f"export    {folder} is ready for {reader}:\n\n    {manifest['serve']}", flush=True)
     if cfg.push is not None:
         print(f"          it is at {push(folder, cfg.push, manifest)}", flush=True)
+
+
+def check_named(cfg: DictConfig, trained: Mapping[str, str]) -> None:
+    """That the target which the model card will name is the head's own, where its weights lie here; it is not loaded.
+
+    Raises UserError on another one.
+    """
+    from heads.artifact import UserError
+    from heads.target import weights_digest
+
+    path, gguf = Path(cfg.target.path), cfg.target.gguf_file
+    if path.suffix == ".gguf":
+        path, gguf = path.parent, path.name
+    there = (path / gguf).is_file() if gguf else any(path.glob("*.safetensors"))
+    if there and weights_digest(str(path), gguf, cfg.target.adapter) != trained["weights"]:
+        raise UserError(
+            f"{cfg.head_dir} belongs to the target {trained['name']!r}, but target.path={cfg.target.path} has other "
+            f"weights, and a server would be told to load those; name the target that the head was trained for."
+        )
 
 
 @script()

@@ -185,6 +185,8 @@ def test_a_head_of_another_target(refuse: Refuse, copied: e2e.Place) -> None:
     message = refuse(train.run, f"target.path={other}")
     assert "was collected from the target tiny, not from" in message
     assert "holds features with target." in refuse(collect.run, f"target.path={other}")
+    message = refuse(export.run, f"target.path={other}")
+    assert f"belongs to the target 'tiny', but target.path={other} has other weights" in message
 
 
 def test_a_head_dir_of_another_run(refuse: Refuse, finished: e2e.Finished, tmp_path: Path) -> None:

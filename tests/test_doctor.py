@@ -154,6 +154,14 @@ def test_a_broken_setting_is_named_with_its_override(place: e2e.Place, change: s
     assert any(sentence in one and one.endswith(".") for one in found), found
 
 
+def test_too_few_held_out_are_told(place: e2e.Place) -> None:
+    """Advice, not a fault: the numbers are there, without an interval. The share it names is enough."""
+    (found,) = examine(place, "traffic.held_out=0.05", last="traffic")["traffic"].findings
+    assert not found.wrong and "held-out conversations give no interval" in found.sentence
+    share = found.sentence.rpartition("=")[2].removesuffix(".")
+    assert not examine(place, f"traffic.held_out={share}", last="traffic")["traffic"].findings
+
+
 def test_what_is_supervised_is_what_the_target_wrote(place: e2e.Place, target: FrozenTarget) -> None:
     """The marked text of a sample is generate's answer to the rendered prompt."""
     sections = examine(place, last="answers")
@@ -171,7 +179,7 @@ def test_duplicates_and_rows_that_cannot_be_used_are_counted(place: e2e.Place, t
     path = e2e.write_rows(tmp_path / "t.jsonl", rows)
     section = examine(e2e.Place(place.target, path, tmp_path), last="traffic")["traffic"]
     assert "24 read, 21 kept, 3 set aside" in told(section)
-    assert "1 rows are copies; 1 more begin with a question asked before" in told(section)
+    assert "copies of rows: 1; 1 more begin with a question asked before" in told(section)
     (finding,) = section.findings
     assert not finding.wrong and finding.sentence.startswith("8% of the rows cannot be used")
 

@@ -6,6 +6,7 @@ and what all of it will cost. Nothing is written.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from training.diagnosis import DoctorSettings, Finding, Section
 from training.regenerate import Generation
 from training.traffic import Conversation, Reading, split, summary
 
+FEW_HELD_OUT = 8  # requests from which on eval.bootstrap gives an interval
 _MUCH = 0.05  # share from which on what is lost is more than chance
 _QUESTION = [{"role": "user", "content": "?"}]
 
@@ -46,7 +48,7 @@ def look_at_traffic(reading: Reading) -> Section:
         ("turns", f"{sum(item.count for item in reading.conversations):,}"),
         ("split", f"{len(train):,} conversations to train on, {len(held):,} held out"),
         ("slices", ", ".join(f"{name} {count:,}" for name, count in slices.most_common(6))),
-        ("duplicates", f"{duplicates:,} rows are copies; {repeated:,} more begin with a question asked before"),
+        ("duplicates", f"copies of rows: {duplicates:,}; {repeated:,} more begin with a question asked before"),
     ]
     found: list[Finding] = []
     if reading.rejected:
@@ -58,6 +60,15 @@ def look_at_traffic(reading: Reading) -> Section:
                 True,
                 f"The {'held-out' if train else 'train'} side is empty with {kept} conversations and "
                 f"traffic.held_out={reading.held_out}; give more traffic or traffic.held_out={better:g}.",
+            )
+        )
+    elif len(held) < FEW_HELD_OUT:
+        better = min(0.5, math.ceil(100 * FEW_HELD_OUT * 1.5 / kept) / 100)
+        found.append(
+            Finding(
+                False,
+                f"{len(held)} held-out conversations give no interval to the numbers, which takes {FEW_HELD_OUT}; give "
+                f"more traffic or traffic.held_out={better:g}.",
             )
         )
     wanted = sum("duplicate" in item.reason or "traffic." in item.reason for item in reading.rejected)  # by settings
