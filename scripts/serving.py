@@ -46,6 +46,8 @@ def extraction_settings(cfg: DictConfig) -> ExtractionSettings | None:
         )
     if cfg.target.dtype == "float64":
         raise UserError("collect.features=vllm knows no target.dtype=float64; set float32, bfloat16 or float16.")
+    if not how.timeout > 0:
+        raise UserError(f"collect.timeout={how.timeout} is not possible; give seconds above 0.")
     generation = generation_settings(cfg)
     return ExtractionSettings(
         python=cfg.serve_python,

@@ -200,7 +200,7 @@ def server_settings(cfg: DictConfig) -> ServerSettings | None:
         if values["url"] is not None:
             raise UserError("collect.url= names a server, but collect.engine=transformers asks none; set it to openai.")
         for name, usual in ServerSettings.defaults().items():
-            if values.get(name, usual) != usual:
+            if values.get(name, usual) != usual and not (name == "timeout" and cfg.collect.features == "vllm"):
                 raise UserError(
                     f"collect.{name}={values[name]} is about a server, but collect.engine=transformers asks none; "
                     f"leave it out, or set collect.engine=openai."
