@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
-from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from scripts.help import answer, nearest
+from scripts.help import answer, choices, nearest
 from scripts.settings import build, check_call, check_sections, check_start, check_target_path, plain
 from training.processes import PeerFailed, Peers
 
@@ -175,17 +176,23 @@ def _phrase(error: Exception, config: str = "config") -> str:
     """What Hydra and OmegaConf have to say, as one sentence."""
     if isinstance(error, OverrideParseException):
         return f"The override {error.override} cannot be read; write group.key=value, quoted against the shell."
-    if isinstance(error, MissingConfigException) and error.options:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        alike = get_close_matches(name, error.options, n=1)
+    if missing := re.search(r"(?:Could not find|Could not load) '([a-z]+)/([^']+?)(?:\.yaml)?'", str(error)):
+        group, name = missing[1], missing[2]
+        there = choices(group)
+        alike = get_close_matches(name.lower(), there, n=1)
         hint = f"do you mean {group}={alike[0]}? Of {group} " if alike else ""
-        return f"{group}={name} is unknown; {hint}there are {', '.join(error.options)}."
+        if group == "target" and not alike:
+            hint = f"for a model of your own type target=custom target.path={name}; of target "
+        return f"{group}={name} is unknown; {hint}there are {', '.join(there)}."
     lines = [line.strip() for line in str(error).splitlines()]
     name = lines[0].removeprefix("Could not override '").removesuffix("'.")
     if name != lines[0]:
         alike = " or ".join(nearest(name, config))
         hint = f"do you mean {alike}? " if alike else ""
         return f"There is no setting {name}; {hint}--help shows all, and a name of your own takes a + before it."
+    if ambiguous := re.match(r"Ambiguous value for argument '(([^=]+)=([^']*))'", lines[0]):
+        given, key, values = ambiguous.groups()
+        return f"{given} is several values, which takes --multirun; write a list as {key}=[{values}]."
     if isinstance(error, MissingMandatoryValue):
         return f"{lines[0]}; give it on the command line."
     told = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]

@@ -7,6 +7,7 @@ python -m scripts.export name=mine export=speculators push=org/name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,12 +21,15 @@ from scripts.settings import build, check_value, plain
 def run(cfg: DictConfig) -> None:
     """Write runs/<name>/export from the head and, when there is one, its report."""
     from eval.report_table import to_markdown
+    from heads.artifact import UserError
     from heads.checkpoint import read_facts
     from heads.export.card import Evidence
     from heads.export.folder import format_of
     from heads.export.hub import push
 
     check_value("push", cfg.push, str | None)
+    if cfg.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.push):
+        raise UserError(f"push={cfg.push} names no repository of the Hub; give it as push=org/name.")
     folder, report_path = Path(cfg.run_dir) / "export", Path(cfg.run_dir) / "report" / "report.json"
     evidence = None
     facts = read_facts(cfg.head_dir)

@@ -79,20 +79,26 @@ def page(main: Callable[..., Any], config: str) -> str:
     return "\n\n".join(parts)
 
 
+def choices(group: str) -> list[str]:
+    """The names that a group takes."""
+    folder = files("conf") / group
+    found = (one.name for one in folder.iterdir()) if folder.is_dir() else ()
+    return sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml"))
+
+
 def _groups(config: str) -> Iterator[str]:
     """Every group with its choices and a line of each."""
     usual = set(re.findall(r"^  - (\w+: \[?\w+)", _text("config") + _text(config), re.MULTILINE))
     # accelerate/ holds files for `accelerate launch --config_file`, not choices.
     folders = [one for one in files("conf").iterdir() if one.is_dir() and one.name != "accelerate"]
     for folder in sorted(folders, key=lambda one: one.name):
-        choices = sorted(one.name for one in folder.iterdir() if one.name.endswith(".yaml"))
-        if not choices or (folder.name == "bench" and config != "bench"):
+        there = choices(folder.name)
+        if not there or (folder.name == "bench" and config != "bench"):
             continue
         yield f"  {folder.name}"
-        for file in choices:
-            choice = file.removesuffix(".yaml")
+        for choice in there:
             mark = "*" if {f"{folder.name}: {choice}", f"{folder.name}: [{choice}"} & usual else " "
-            yield f"  {mark} {choice:<17}{_about(folder / file)}"
+            yield f"  {mark} {choice:<17}{_about(folder / f'{choice}.yaml')}"
 
 
 def _about(file: Traversable) -> str:

@@ -50,7 +50,10 @@ def prepare(folder: Path) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process, however that ends
         if folder.exists():
             if missing := ", ".join(missing_files(folder)):
-                raise UserError(f"{folder} is incomplete, it lacks {missing}; delete it and run again.")
+                raise UserError(
+                    f"{folder} is there and is no whole target, it lacks {missing}; name a folder that is not there "
+                    f"yet, or delete this one if `prepare` has made it."
+                )
             return False
         gguf = find_gguf()
         free = shutil.disk_usage(folder.parent).free

@@ -57,6 +57,8 @@ def extraction_settings(cfg: DictConfig) -> ExtractionSettings | None:
             f"collect.tensor_parallel={how.tensor_parallel} gives all GPUs to one vLLM, so collect with one process: "
             f"`python -m`, not `accelerate launch`."
         )
+    if not how.timeout > 0:
+        raise UserError(f"collect.timeout={how.timeout} is not possible; give seconds above 0.")
     generation = generation_settings(cfg)
     return ExtractionSettings(
         python=cfg.serve_python,

@@ -43,6 +43,10 @@ _COLLECT: dict[str, Any] = {
     **dict.fromkeys(("concurrency", "tries", "tensor_parallel"), int),
     **{"taps": list[int], "verify": bool, "timeout": float},
 }
+ALWAYS = (
+    *("target", "traffic", "head", "optim", "tracking", "eval", "export", "rivals"),
+    *("generation", "collect", "train", "server"),
+)
 _ABOUT_CALLS = ("_target_", "_convert_", "_partial_", "_recursive_")
 _OF_BUILDING = {
     "head": {"draft_vocab_size": int | None, "from_target": bool},
@@ -71,6 +75,10 @@ def check_sections(cfg: DictConfig, config: str) -> None:
     for root in dict.fromkeys(("config", config)):
         stored = OmegaConf.to_container(OmegaConf.create((files("conf") / f"{root}.yaml").read_text()), resolve=False)
         assert isinstance(stored, dict)
+        groups = [name for choice in stored["defaults"] if isinstance(choice, dict) for name in choice]
+        for name in [*groups, *stored]:
+            if isinstance(stored.get(name, {}), dict) and name not in cfg and name in ALWAYS:
+                raise UserError(f"~{name} takes away what every script needs; leave it out.")
         for name, settings in stored.items():
             if name in cfg and isinstance(settings, dict) and not OmegaConf.is_dict(cfg._get_node(name)):
                 given = "null" if cfg[name] is None else cfg[name]
@@ -127,7 +135,7 @@ def _check_server(values: dict[str, Any]) -> None:
     hints = {"url": str | None, "model": str | None, "at_once": int | None, "timeout": float}
     for name, hint in hints.items():
         check_value(f"server.{name}", values[name], hint)
-    if (values["at_once"] is not None and values["at_once"] < 1) or values["timeout"] <= 0:
+    if (values["at_once"] is not None and values["at_once"] < 1) or not values["timeout"] > 0:
         raise UserError(
             f"server.at_once={values['at_once']} must be at least 1 or null, and server.timeout={values['timeout']} "
             f"above 0."
@@ -216,7 +224,7 @@ def server_settings(cfg: DictConfig) -> ServerSettings | None:
         if values["url"] is not None:
             raise UserError("collect.url= names a server, but collect.engine=transformers asks none; set it to openai.")
         for name, usual in ServerSettings.defaults().items():
-            if values.get(name, usual) != usual:
+            if values.get(name, usual) != usual and not (name == "timeout" and cfg.collect.features == "vllm"):
                 raise UserError(
                     f"collect.{name}={values[name]} is about a server, but collect.engine=transformers asks none; "
                     f"leave it out, or set collect.engine=openai."

@@ -380,6 +380,7 @@ def test_what_the_config_says(
     assert written in refuse() and written in refuse(run=check_all)
     logged = "collect.answers=logged"
     assert "collect.states=online stores none; leave one of them out" in refuse(logged, "collect.states=online")
+    assert "collect.timeout=0 is not possible; give seconds above 0" in refuse(logged, "collect.timeout=0")
     assert "knows no target.dtype=float64" in refuse(logged, "target.dtype=float64")
     assert "is a GGUF file or has an adapter" in refuse(logged, "target.adapter=a")
     assert "nowhere cannot be run" in refuse(logged, "serve_python=nowhere")
@@ -402,7 +403,9 @@ def test_the_command_collects_by_vllm(
     more += ["collect.answers=logged", "generation.batch_size=4", "target.dtype=float32"]
     script.run(e2e.config(*more, "name=ours"))
     fake.prepare(FrozenTarget.load(tiny, dtype="float32"), stored_ids(tmp_path / "runs/ours/features"))
-    script.run(e2e.config(*more, "name=theirs", "collect.features=vllm", f"serve_python={fake.python}"))
+    script.run(
+        e2e.config(*more, "name=theirs", "collect.features=vllm", f"serve_python={fake.python}", "collect.timeout=90")
+    )
     assert "its states by vLLM in float32" in " ".join(capsys.readouterr().out.split())
     assert stored_ids(tmp_path / "runs/ours/features") == stored_ids(tmp_path / "runs/theirs/features")
     assert fake.seen()[0]["model"] == str(tiny.resolve()) and fake.seen()[0]["max_model_len"] == 256

@@ -55,5 +55,5 @@ class DoctorSettings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:
                 raise UserError(f"doctor.{name}={value} is not possible; give a number above 0.")
