@@ -91,14 +91,15 @@ def check_head(cfg: DictConfig, made: Any) -> None:
 
 def _check_taps(cfg: DictConfig, of_head: Sequence[int]) -> None:
     """Taps of the config by themselves, and against the layers that the target's config tells of. Raises UserError."""
-    from heads.artifact import UserError
+    from heads.artifact import MANIFEST, UserError
     from heads.base import FeatureNeeds
     from heads.target import layers_told
 
     for name, taps in {"head.taps": list(of_head), "collect.taps": list(cfg.collect.taps)}.items():
         if taps != sorted(set(taps)) or any(tap < 0 for tap in taps):
             raise UserError(f"{name}={taps} must be ascending, distinct and ≥ 0; set {name}=[…].")
-    asked = sorted({*of_head, *cfg.collect.taps})
+    collected = (Path(str(cfg.features_dir)) / MANIFEST).is_file()  # then collect.taps says nothing more
+    asked = sorted({*of_head, *(() if collected else cfg.collect.taps)})
     if not asked or OmegaConf.is_missing(cfg.target, "path") or cfg.target.gguf_file:
         return
     layers = layers_told(str(cfg.target.path), trust_remote_code=cfg.target.trust_remote_code)

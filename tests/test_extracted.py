@@ -342,7 +342,9 @@ def test_a_vllm_that_loads_ends_with_whoever_asked(
         time.sleep(600)
     """
     fake.prepare(target, [(5, 6)], load=textwrap.dedent(loads))
-    how: dict[str, Any] = dict.fromkeys(("target", "dtype", "boundaries", "max_model_len", "batch", "memory"))
+    how: dict[str, Any] = dict.fromkeys(
+        ("target", "dtype", "boundaries", "max_model_len", "batch", "memory", "tensor_parallel")
+    )
     how |= {"folder": str(tmp_path), "trust_remote_code": False}
     line = [sys.executable, "-c", ASKER, fake.python, str(DRIVER), json.dumps(how)]
     asker = subprocess.Popen(line, cwd=tmp_path, env=e2e.environment())

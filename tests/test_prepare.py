@@ -129,7 +129,7 @@ def test_a_folder_that_lost_a_file_is_refused_and_kept(lost: str, converted: lis
     folder = tmp_path / "small"
     fill(folder)
     (folder / lost).unlink()
-    with pytest.raises(UserError, match=f"it lacks {lost}; delete it and run again"):
+    with pytest.raises(UserError, match=f"it lacks {lost}; name a folder that is not there"):
         prepare(folder)
     assert converted == [] and len(list(folder.iterdir())) == len(FILES) - 1
 

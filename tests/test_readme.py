@@ -211,10 +211,11 @@ def test_a_command_runs(line: str, place: e2e.Place, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("heads.export.hub.push", lambda folder, repository, manifest: f"hf.co/{repository}")
     script, words = script_of(line) or ("", [])
-    if script == "serve_check" or any(word.startswith("server.url=") for word in words):
-        # Needs a server: that each of its jobs composes is what can be had here.
+    if script == "serve_check" or any(word.startswith(("server.url=", "peer_python=")) for word in words):
+        # Needs a server, or another trainer: that each of its jobs composes is what can be had here.
+        taps = ["collect.taps=[2,4,5]"] if "experiment=servers" in words else []  # of the tiny target
         for job in e2e.jobs(words):
-            check_all(e2e.config(*job, name="serve_check" if script == "serve_check" else "config"))
+            check_all(e2e.config(*job, *taps, name=script if script in ("serve_check", "bench") else "config"))
         return
     expected = next((code for word, code in ENDS.items() if word in words_of(line)), 0)
     assert run(line, monkeypatch) == expected
