@@ -195,7 +195,7 @@ class _Unrolled(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         depth, starts, _ = hidden_KND.shape
         most = LOGITS if hidden_KND.device.type == "cpu" else LOGITS_GPU
-        chunk = min(starts, max(PLACES, most // (depth * weight.shape[-2])))
+        chunk = max(1, min(starts, max(PLACES, most // (depth * weight.shape[-2]))))
         walk = _Walk(hidden_KND, weight, bias_W, how, ctx.needs_input_grad[:3], chunk)
         known_KN = valid_KN.cpu()  # once, instead of waiting for the device in every chunk
         for low in range(0, starts, chunk):

@@ -43,7 +43,7 @@ _COLLECT: dict[str, Any] = {
     **dict.fromkeys(("concurrency", "tries", "tensor_parallel"), int),
     **{"taps": list[int], "verify": bool, "timeout": float},
 }
-ALWAYS = (
+_ALWAYS = (
     *("target", "traffic", "head", "optim", "tracking", "eval", "export", "rivals"),
     *("generation", "collect", "train", "server"),
 )
@@ -72,13 +72,12 @@ def check_sections(cfg: DictConfig, config: str) -> None:
     """That what holds settings in conf/config.yaml and conf/<config>.yaml still does. Raises UserError."""
     from heads.artifact import UserError
 
+    for name in _ALWAYS:
+        if name not in cfg:
+            raise UserError(f"~{name} takes away what every script needs; leave it out.")
     for root in dict.fromkeys(("config", config)):
         stored = OmegaConf.to_container(OmegaConf.create((files("conf") / f"{root}.yaml").read_text()), resolve=False)
         assert isinstance(stored, dict)
-        groups = [name for choice in stored["defaults"] if isinstance(choice, dict) for name in choice]
-        for name in [*groups, *stored]:
-            if isinstance(stored.get(name, {}), dict) and name not in cfg and name in ALWAYS:
-                raise UserError(f"~{name} takes away what every script needs; leave it out.")
         for name, settings in stored.items():
             if name in cfg and isinstance(settings, dict) and not OmegaConf.is_dict(cfg._get_node(name)):
                 given = "null" if cfg[name] is None else cfg[name]
