@@ -53,17 +53,21 @@ def leaves(values: dict[str, Any], before: str = "") -> Iterator[str]:
             yield f"{before}{name}"
 
 
-@pytest.fixture
-def outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """`outcome(cfg)`: refused, or what else a pipeline came to."""
-    monkeypatch.chdir(tmp_path)
-    load = FrozenTarget.load
+def stop_at_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a target raises Reached; its signature stays, as the config is held against it."""
 
-    @functools.wraps(load)
+    @functools.wraps(FrozenTarget.load)
     def reached(*_: Any, **__: Any) -> None:
         raise Reached
 
     monkeypatch.setattr(FrozenTarget, "load", reached)
+
+
+@pytest.fixture
+def outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """`outcome(cfg)`: refused, or what else a pipeline came to."""
+    monkeypatch.chdir(tmp_path)
+    stop_at_the_target(monkeypatch)
 
     def call(cfg: DictConfig) -> str:
         try:

@@ -6,18 +6,15 @@ Nothing is there that a script could read: of right values it says that, so of a
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from heads.target import FrozenTarget
 from scripts.common import one_sentence
 from tests import e2e
-from tests.test_wrong_values import WRONG, Reached, leaves
+from tests.test_wrong_values import WRONG, Reached, leaves, stop_at_the_target
 
 CONF = e2e.ROOT / "conf"
 BENCHES = sorted(path.stem for path in (CONF / "bench").glob("*.yaml"))
@@ -75,13 +72,7 @@ def test_a_wrong_value_is_named_before_anything_is_read(
     base = e2e.config(*NEEDED[variant], name=script)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # gpu_check is done then
-    load = FrozenTarget.load
-
-    @functools.wraps(load)
-    def reached(*_: Any, **__: Any) -> None:
-        raise Reached
-
-    monkeypatch.setattr(FrozenTarget, "load", reached)
+    stop_at_the_target(monkeypatch)
 
     def outcome(cfg: DictConfig) -> str:
         try:
