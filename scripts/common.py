@@ -41,6 +41,9 @@ _SAME = (
     "Another job of this sweep has written to {}; name the folder after what is swept, such as "
     "'run_dir=runs/sweep/${{head.loss}}'."
 )
+_SLOW_BF16 = """\
+note      this CPU has no instructions for bfloat16, so that float32 is faster here:
+          target.dtype=float32 train.mixed_precision=no 'eval.dtypes=[float32]'"""
 # Arguments of a head that say how it is trained, not what it is.
 _OF_TRAINING = ("depth", "loss", "decay", "eta", "feature_weight", "token_weight", "noise")
 
@@ -213,12 +216,20 @@ def launched_peers(cfg: DictConfig) -> Peers:
     return Peers.of_launch(cpu=not torch.cuda.is_available() or str(cfg.target.device) == "cpu")
 
 
+@functools.cache
+def _tell_of_slow_bf16() -> None:
+    """Once, however often the stages of a pipeline load the target."""
+    if is_main():
+        print(_SLOW_BF16, flush=True)
+
+
 def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
     """The target of the config, in its own number format or in `dtype`."""
     import torch
 
     from heads.artifact import UserError
     from heads.target import FrozenTarget, quiet_transformers
+    from training.devices import computes_bf16
 
     quiet_transformers()
     check_target_path(cfg)
@@ -235,6 +246,8 @@ def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
         torch.empty(0, device=options["device"])
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"target.device={options['device']} is not there; choose auto, cpu or cuda.") from error
+    if dtype is None and options["dtype"] == "bfloat16" and not computes_bf16(torch.device(options["device"])):
+        _tell_of_slow_bf16()
     return FrozenTarget.load(options.pop("path"), **(options | ({"dtype": dtype} if dtype else {})))
 
 

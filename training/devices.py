@@ -35,6 +35,14 @@ def open_accelerator(device: torch.device) -> Accelerator:
     return Accelerator(mixed_precision="no", cpu=device.type == "cpu", kwargs_handlers=[ddp])
 
 
+def computes_bf16(device: torch.device) -> bool:
+    """Whether bfloat16 is quick there; a CPU without instructions for it is quicker in float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    can = torch.cpu.get_capabilities()
+    return device.type != "cpu" or any(can.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
 def _asked(name: str) -> bool:
     return os.environ.get(name, "").lower() == "true"
 

@@ -61,6 +61,14 @@ def start_missing_processes() -> None:
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", **common})
 
 
+@atexit.register
+def _leave() -> None:
+    """End the process group while the interpreter is whole; else a thread of Gloo that holds a tensor aborts it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 def wait_or_end(child: subprocess.Popen[bytes], grace: float = _GRACE) -> None:
     """Let a process of the launch finish; one that still waits for this process, which has failed, is ended."""
     try:
