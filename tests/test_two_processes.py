@@ -123,6 +123,20 @@ def assert_equal_runs(one: Path, two: Path) -> None:
             assert first[name] == second[name]
 
 
+@pytest.mark.parametrize(("imported", "left"), [("training.processes", "False"), ("training", "True")])
+def test_the_group_ends_before_the_interpreter(tmp_path: Path, imported: str, left: str) -> None:
+    """Whatever a process of a launch ends with; without our module, the control, the group is there to the last."""
+    code = (
+        "import atexit, sys, torch.distributed as dist\n"
+        "atexit.register(lambda: print(dist.is_initialized()))\n"
+        f"import {imported}\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/meet', rank=0, world_size=1)\n"
+        "sys.exit(2)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.strip()) == (2, left), done.stderr
+
+
 def test_a_launcher_that_started_too_few_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
