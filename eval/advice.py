@@ -17,6 +17,9 @@ from eval.speedup import Advice, Yield
 from eval.tally import Estimate
 from heads.artifact import UserError
 
+LOOKUP = "prompt_lookup"
+HARDLY = 0.15  # of the first drafts accepted; trained heads, weak ones too, have twice that
+
 
 @dataclass(frozen=True)
 class Acceptance:
@@ -69,6 +72,28 @@ def check_same_head(report: Mapping[str, Any], *, costs_head: str, proposer: str
         raise UserError(f"The costs are those of the head {head.get('name')}, not of proposer={proposer}; give gpu=….")
     if head.get("sha256") != costs_head:
         raise UserError("The costs were measured with another head than the report's; measure again with bench=cost.")
+
+
+def weaknesses(report: Mapping[str, Any], measured: Acceptance, *, proposer: str | None = None) -> list[str]:
+    """What is wrong with the draft itself at any load: it has hardly learned, or gives what is there for nothing."""
+    name = proposer or report["headline"]["proposer"]
+    same = {"dtype": measured.dtype, "temperature": measured.temperature, "slice": "all"}
+    row = max(find_rows(report, proposer=name, **same), key=lambda one: one["gamma"] == report["headline"]["gamma"])
+    found = []
+    first = row["alpha_by_position"][0]
+    if name == (report["head"] or {}).get("name") and first is not None and first < HARDLY:
+        found.append(
+            f"the target accepts {first:.0%} of the first drafts: this head has hardly learned; train it longer or on "
+            f"more traffic before any γ is worth choosing"
+        )
+    free = find_rows(report, proposer=LOOKUP, gamma=row["gamma"], **same)
+    own = row["tokens_per_round"]["value"]
+    if free and name != LOOKUP and own is not None and own <= (free[0]["tokens_per_round"]["value"] or 0):
+        found.append(
+            f"prompt lookup, which needs no training and costs nothing to draft, yields as much: "
+            f"{free[0]['tokens_per_round']['value']:.2f} tokens a round against {own:.2f}"
+        )
+    return found
 
 
 def headline(found: Advice) -> str:

@@ -62,7 +62,9 @@ def behind_best(row: Row) -> Any:
 
 
 def worst(row: Row) -> str | None:
-    """The slice with the fewest tokens a round, in words."""
+    """The slice with the fewest tokens a round, in words, where there are several."""
+    if len(row["slices"]) < 2:
+        return None
     found = [one for one in row["slices"] if one["slice"] == row["worst_slice"]]
     return f"{found[0]['slice']} {number(found[0]['tokens_per_round']['value'])}" if found else None
 
@@ -86,9 +88,9 @@ def to_markdown(comparison: Mapping[str, Any]) -> str:
         lines += [f"## {title(comparison, ranking)}", "", _line(["", "draft", *(one.title for one in columns)])]
         lines += [f"|--:|---|{'--:|' * len(columns)}"]
         lines += [_line([place(row), label(row), *(shown(one.value(row)) for one in columns)]) for row in rows]
-        names = slices_of(rows)
-        lines += ["", "Tokens a round by slice:", "", _line(["draft", *names]), f"|---|{'--:|' * len(names)}"]
-        lines += [_line([label(row), *(by_slice(row, name) for name in names)]) for row in rows]
+        if names := slices_of(rows):
+            lines += ["", "Tokens a round by slice:", "", _line(["draft", *names]), f"|---|{'--:|' * len(names)}"]
+            lines += [_line([label(row), *(by_slice(row, name) for name in names)]) for row in rows]
         lines += [""]
     return "\n".join([*lines, *_notes(comparison)]) + "\n"
 
@@ -110,7 +112,9 @@ def shown_columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def slices_of(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(one["slice"] for row in rows for one in row["slices"]))
+    """Of the traffic; none where there is one only, which would repeat the numbers over all requests."""
+    names = list(dict.fromkeys(one["slice"] for row in rows for one in row["slices"]))
+    return names if len(names) > 1 else []
 
 
 def by_slice(row: Row, name: str) -> str:
@@ -137,7 +141,7 @@ def render_table(comparison: Mapping[str, Any]) -> Group:
             table.add_column(column.title, justify="right")
         for row in rows:
             cells = [shown(column.value(row)) for column in columns]
-            name = f"{label(row)}\n  worst: {worst(row)}" if worst(row) and len(row["slices"]) > 1 else label(row)
+            name = f"{label(row)}\n  worst: {worst(row)}" if worst(row) else label(row)
             table.add_row(name, *(one.replace(" [", "\n").replace(", ", "…").rstrip("]") for one in cells))
         parts += [table, Text()]
     notes = [Text(note, style="dim") for note in _notes(comparison)]

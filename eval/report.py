@@ -210,6 +210,13 @@ def find_rows(report: Mapping[str, Any], **wanted: Any) -> list[dict[str, Any]]:
     return [row for row in report["results"] if all(row[key] == value for key, value in wanted.items())]
 
 
+def shown_rows(report: Mapping[str, Any], **wanted: Any) -> list[dict[str, Any]]:
+    """The rows that a reader is shown: where all traffic is of one slice, its rows would repeat those over all."""
+    rows = find_rows(report, **wanted)
+    several = len({row["slice"] for row in report["results"]} - {"all"}) > 1
+    return rows if several else [row for row in rows if row["slice"] == "all"]
+
+
 def headline_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The headline's overall row first, then the same run in the other dtypes."""
     chosen = report["headline"]

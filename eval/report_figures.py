@@ -11,7 +11,7 @@ from itertools import cycle
 from typing import Any
 
 from eval.plots import COLOURS, MARKS, Series, dot_chart, exact, heat_map, line_chart
-from eval.report import PLAIN, find_rows, headline_rows
+from eval.report import PLAIN, find_rows, headline_rows, shown_rows
 from eval.report_table import number
 
 SHARES, TOKENS = (0.0, 1.0), (1.0, 2.0)  # what the axes show at least
@@ -134,7 +134,7 @@ def _slice_figure(report: Row, rows: Sequence[Row], css: Mapping[str, str], key:
 
 def _slices(report: Row, row: Row) -> dict[str, Mapping[str, Any]]:
     run = {key: row[key] for key in ("proposer", "dtype", "temperature", "gamma")}
-    return {r["slice"]: r for r in find_rows(report, **run)}
+    return {r["slice"]: r for r in shown_rows(report, **run)}
 
 
 def _speed_figure(report: Row) -> str:

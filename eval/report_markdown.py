@@ -12,6 +12,7 @@ from eval.elsewhere import CAPTION, HEAD, NAMES
 from eval.findings import findings
 from eval.page_parts import flat
 from eval.report_depths import depth_tables
+from eval.report_differences import COLUMNS, MEANING, differences
 from eval.report_table import cell, to_markdown
 
 
@@ -59,8 +60,13 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
 def _identity(report: Mapping[str, Any]) -> Iterable[str]:
     if not report["identity"]:
         yield "The texts of this evaluation were not compared with the target's own."
+        return
+    yield from (MEANING, "")
     for dtype, proof in report["identity"].items():
         yield f"* {cell(dtype)}: {proof['identical']} of {proof['requests']} requests identical in every greedy run."
+    for dtype in report["identity"]:
+        if (found := differences(report, dtype)) is not None:
+            yield from ("", f"{cell(found.caption)}:", "", *_table(list(COLUMNS), found.rows))
 
 
 def _provenance(report: Mapping[str, Any]) -> Iterable[str]:

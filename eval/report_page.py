@@ -7,7 +7,6 @@ escaped. Written for a reader who has never heard of α: the verdict first, then
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
@@ -17,10 +16,11 @@ from eval.findings import findings
 from eval.page_parts import definitions, document, facts, row, section, table, tile
 from eval.report import WIDEST, headline_rows, proof_rows
 from eval.report_depths import depth_tables
+from eval.report_differences import COLUMNS as DIFFERENCE
+from eval.report_differences import MEANING, differences
 from eval.report_figures import figures
 from eval.report_samples import samples
 from eval.report_table import (
-    NOTHING,
     blocks,
     gap_text,
     identical,
@@ -29,7 +29,6 @@ from eval.report_table import (
     with_interval,
 )
 
-MAX_DIVERGENCES = 50  # shown; all are in report.json
 Row = Mapping[str, Any]
 
 
@@ -108,15 +107,6 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "cut": lambda row: str(row["rounds_cut"]),
 }
 
-DIVERGENCE: dict[str, Callable[[Row], str]] = {
-    "draft": lambda d: d["proposer"],
-    "γ": lambda d: str(d["gamma"]),
-    "position": lambda d: str(d["position"]),
-    "logit distance": lambda d: NOTHING if d["gap"] is None else f"{d['gap']:.4g}",
-    "token": lambda d: NOTHING if d["token"] is None else str(d["token"]),
-    "instead of": lambda d: NOTHING if d["other"] is None else str(d["other"]),
-}
-
 
 def _numbers(report: Row) -> str:
     tables = []
@@ -143,23 +133,14 @@ def _elsewhere() -> str:
 def _identity(report: Row) -> str:
     if not report["identity"]:
         return "<p>The texts of this evaluation were not compared with the target’s own.</p>"
-    parts = [
-        "<p>Every greedy text was compared, token by token, with the text that the target writes on its own. "
-        "Where one differs, its first differing token is listed with the distance between the logits of the "
-        "two candidates: a distance near zero is a tie that kernels of different shape round differently, a "
-        "large one is a bug.</p>"
-    ]
+    parts = [f"<p>{escape(MEANING)}</p>"]
     for dtype, proof in report["identity"].items():
         parts.append(
             f'<p class="{_grade(dtype, proof)}"><b>{escape(dtype)}</b>: {proof["identical"]} of '
             f"{proof['requests']} requests identical in every run.</p>"
         )
-        found = sorted(proof["divergences"], key=lambda d: -math.inf if d["gap"] is None else -d["gap"])
-        shown = found[:MAX_DIVERGENCES]
-        lines = [row([d["request"], *(show(d) for show in DIVERGENCE.values())]) for d in shown]
-        if lines:
-            caption = f"First differences in {dtype}, largest distance first ({len(shown)} of {len(found)})"
-            parts.append(table(["request", *DIVERGENCE], lines, caption))
+        if (found := differences(report, dtype)) is not None:
+            parts.append(table(list(DIFFERENCE), map(row, found.rows), found.caption))
     return "".join(parts)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from eval.report import PLAIN, SHORT_DTYPE, headline_rows
+from eval.report import PLAIN, SHORT_DTYPE, headline_rows, shown_rows
 
 WIDTH = 80
 NOTHING = "–"
@@ -71,7 +71,7 @@ def setting(row: Mapping[str, Any]) -> str:
 def blocks(report: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Rows by setting, in the report's order; plain decoding only as a whole: its slices say nothing more."""
     grouped: dict[str, list[dict[str, Any]]] = {}
-    for row in report["results"]:
+    for row in shown_rows(report):
         if row["proposer"] != PLAIN or row["slice"] == "all":
             grouped.setdefault(setting(row), []).append(row)
     return grouped

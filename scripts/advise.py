@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
     from eval.speedup import Advice
 
 GPU_GAMMA, GPU_BATCHES, GPU_CONTEXTS = 8, (1, 2, 4, 8, 16, 32, 64, 128), (512, 2048, 8192)
+TOO_FEW = "too few requests, or some depth that no resample reached"
 LOAD = {"batch": int, "context": int, "temperature": float}
 
 
 def run(cfg: DictConfig) -> None:
     """Print the advice, write advice.json beside the report and show it there."""
-    from eval.advice import acceptance, check_same_head
+    from eval.advice import acceptance, check_same_head, weaknesses
     from eval.speedup import advise
     from heads.artifact import provenance, write_json
 
@@ -58,6 +60,8 @@ def run(cfg: DictConfig) -> None:
         dtype=measured.dtype,
         temperature=measured.temperature,
     )
+    weak = weaknesses(report, measured, proposer=cfg.proposer)
+    found = replace(found, notes=(*found.notes, *weak))
     _show(found)
     content = {**found.to_json(), "costs": costs_identity(Path(cfg.costs)) if cfg.gpu is None else None}
     write_json(path.parent / "advice.json", {**content, "provenance": provenance(plain(cfg))})
@@ -147,9 +151,9 @@ def _show(found: Advice) -> None:
     for batch in sorted({cell.batch for cell in found.table}):
         cells = [f"γ {cell.gamma} {_two(cell.speedup.value)}×" for cell in found.table if cell.batch == batch]
         print(f"          {batch:5d} " + " ".join(f"{cell:>12}" for cell in cells))
-    print(
-        f"\n          Intervals: 95 %, of the acceptance ({found.intervals_from}); costs at their medians. Chains only."
-    )
+    known = any(row.speedup.low is not None for row in found.rows[1:])
+    spans = f"Intervals: 95 %, of the acceptance ({found.intervals_from})" if known else f"No intervals: {TOO_FEW}"
+    print(f"\n          {spans}; costs at their medians. Chains only.")
     for note in found.notes:
         print(f"          Note: {note}.")
 

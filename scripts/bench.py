@@ -116,6 +116,12 @@ def bench_train(cfg: DictConfig) -> None:
     print(f"          {speed.memory / 1e9:.2f} GB of memory at most")
 
 
+def _scratch(cfg: DictConfig) -> tempfile.TemporaryDirectory[str]:
+    """A folder on the disk of the run's artifacts, whose speed is measured too."""
+    Path(cfg.run_dir).mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=cfg.run_dir, prefix=".bench-")
+
+
 def bench_collect(cfg: DictConfig) -> None:
     """Collecting against bare forwards, and answers in batches against one prompt at a time."""
     from scripts.collect import collected_needs
@@ -125,7 +131,7 @@ def bench_collect(cfg: DictConfig) -> None:
     print(f"bench     collecting from {cfg.target.path} in {cfg.target.dtype}, each side in turn", flush=True)
     prompts = [request.prompt for request in train_requests(cfg, cfg.bench.requests)]
     target, generation = load_target(cfg), generation_settings(cfg)
-    with tempfile.TemporaryDirectory(dir=cfg.run_dir, prefix=".bench-") as folder:
+    with _scratch(cfg) as folder:
         found = collect_speed(
             target,
             prompts,
@@ -159,7 +165,7 @@ def bench_features(cfg: DictConfig) -> None:
     for dtype in bench.dtypes:
         target = load_target(cfg, dtype)
         with (
-            tempfile.TemporaryDirectory(dir=cfg.run_dir, prefix=".bench-") as folder,
+            _scratch(cfg) as folder,
             ExtractedStates(extraction_settings(logged), folder=folder) as reader,
         ):
             exact = None if dtype == "float32" else truth

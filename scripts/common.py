@@ -11,12 +11,14 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from argparse import ArgumentError
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -37,6 +39,7 @@ _DISK = (
     *(errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
 )
 INTERRUPTED = 130
+_FOLDERS = ("run_dir", "comparison_dir", "head_dir", "traffic_dir", "features_dir", "features_cache")
 _SAME = (
     "Another job of this sweep has written to {}; name the folder after what is swept, such as "
     "'run_dir=runs/sweep/${{head.loss}}'."
@@ -71,6 +74,8 @@ def script(
             folders.clear()
             if answer(main, config):
                 return
+            if (sentence := _dashes(sys.argv[1:])) is not None:
+                sys.exit(_fail(sentence))
             try:
                 composed()
             except JobFailed:  # Hydra raises the first one when all jobs are through
@@ -89,6 +94,26 @@ def script(
         return entry
 
     return decorate
+
+
+def _dashes(words: Sequence[str]) -> str | None:
+    """What is wrong with a command line that has options which Hydra does not know; None where all is well."""
+    known = get_args_parser()
+    known.exit_on_error = False  # its own way is to print every option that Hydra has
+    try:
+        _, unknown = known.parse_known_args(list(words))
+    except ArgumentError as error:
+        return f"{str(error)[0].upper()}{str(error)[1:]}; `--help` names the options that there are."
+    if not unknown:
+        return None
+    option = next((word for word in unknown if word.startswith("-")), None)
+    if option is None:
+        return f"An option stands between overrides, before {unknown[0]}; put all options, such as --multirun, first."
+    name, given, value = option.lstrip("-").partition("=")
+    after = words[words.index(option) + 1 :]
+    if not given:  # as in `--name mine`
+        value = after[0] if after and not after[0].startswith("-") and "=" not in after[0] else "…"
+    return f"There is no option {option}; overrides take no dashes: {name.replace('-', '_')}={value}."
 
 
 class JobFailed(Exception):
@@ -155,19 +180,24 @@ def _attempt(main: Callable[[DictConfig], None], config: str, cfg: DictConfig, l
         print("\nStopped; the same command goes on from here.", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
-        if error.errno not in _DISK and not _cannot_be_made(error, cfg.run_dir):
+        setting = _setting_of(error, cfg)
+        missing = error.errno == errno.ENOENT and setting is not None and not Path(cfg[setting]).exists()
+        if error.errno not in _DISK and not missing:
             raise
-        where = error.filename or cfg.run_dir
-        return _fail(f"Cannot use {where}: {error.strerror}; mend that or choose another run_dir=.")
+        where, setting = error.filename or cfg.run_dir, setting or "run_dir"
+        return _fail(f"Cannot use {where}: {error.strerror}; mend that or choose another {setting}=.")
     return 0
 
 
-def _cannot_be_made(error: OSError, run_dir: str) -> bool:
-    """Whether it is the run's own folder that the file system does not let anybody make, as under /proc."""
-    failed = None if error.filename is None else Path(os.path.abspath(str(error.filename)))
-    wanted = Path(os.path.abspath(run_dir))
-    inside = failed is not None and (failed in wanted.parents or failed.is_relative_to(wanted))
-    return error.errno == errno.ENOENT and inside and not wanted.exists()
+def _setting_of(error: OSError, cfg: DictConfig) -> str | None:
+    """The setting whose folder an error is about; None where it is about another place."""
+    if error.filename is None:
+        return None
+    failed = Path(os.path.abspath(str(error.filename)))
+    folders = {name: Path(os.path.abspath(str(cfg[name]))) for name in _FOLDERS if cfg.get(name) is not None}
+    within = [name for name, folder in folders.items() if failed.is_relative_to(folder)]
+    above = [name for name, folder in folders.items() if failed in folder.parents]
+    return next(iter([*within, *above]), None)
 
 
 def _fail(sentence: str) -> int:
@@ -294,6 +324,11 @@ def open_tracker(cfg: DictConfig, folder: Path) -> Any:
 
     # Handed over after Hydra, which would build what the config inside names.
     return build(cfg, "tracking", folder=str(folder), _partial_=True)(about=provenance(plain(cfg)))
+
+
+def export_dir(cfg: DictConfig) -> Path:
+    """Where this run's export in the layout of the config is: each layout has a folder of its own."""
+    return Path(cfg.run_dir) / "export" / str(cfg.export.layout)
 
 
 def servable_head(cfg: DictConfig) -> DraftHead:

@@ -128,7 +128,10 @@ def read_report(path: Path) -> dict[str, Any]:
 
     if not path.is_file():
         raise UserError(f"{path} is not there; evaluate the head first: python -m scripts.evaluate name=….")
-    return read_json(path, "an evaluation's report", REDO, needed=REPORT_KEYS)
+    report = read_json(path, "an evaluation's report", REDO, needed=REPORT_KEYS)
+    if not report["results"]:
+        raise UserError(f"{path}, an evaluation's report, is empty: its results hold no row; {REDO}.")
+    return report
 
 
 def bench_prediction(cfg: DictConfig) -> None:

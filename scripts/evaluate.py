@@ -20,8 +20,8 @@ from scripts.common import load_target, open_tracker, script
 from scripts.costs import kept_load, machine
 from scripts.drafters import plan_tree, proposers, within_reach
 from scripts.prompts import held_out_requests, tokenizer_of
-from scripts.rivals import build_rivals, rivals_identity
-from scripts.settings import build, plain
+from scripts.rivals import build_rivals, check_predictions, rivals_identity
+from scripts.settings import build, check_rivals, plain
 from scripts.teacher import teacher_forced
 from scripts.twins import FILES, write_report
 
@@ -45,13 +45,15 @@ def run(cfg: DictConfig) -> None:
     from scripts.show import Steps
 
     folder, head_dir = Path(cfg.run_dir) / "report", Path(cfg.head_dir)
+    plan = build(cfg, "eval", seed=cfg.seed)
+    check_rivals(cfg)
     head_facts = read_manifest(head_dir, "head")
     name = head_facts["name"]
-    plan = build(cfg, "eval", seed=cfg.seed)
     print(f"evaluate  {name} of {head_dir} on the held-out requests", flush=True)
     plan = within_reach(plan, head_dir)
     tree = plan_tree(cfg, plan.tree, "eval.tree", plan.gamma)
     requests = held_out_requests(cfg)
+    check_predictions(cfg, requests)
     traffic = read_manifest(cfg.traffic_dir, "traffic")
     with Steps() as steps:
         suite = Suite(

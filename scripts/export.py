@@ -13,13 +13,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from scripts.common import script, servable_head
+from scripts.common import export_dir, script, servable_head
 from scripts.costs import read_report
-from scripts.settings import build, check_value, plain
+from scripts.settings import build, check_export, check_value, plain
 
 
 def run(cfg: DictConfig) -> None:
-    """Write runs/<name>/export from the head and, when there is one, its report."""
+    """Write runs/<name>/export/<layout> from the head and, when there is one, its report."""
     from eval.report_table import to_markdown
     from heads.artifact import UserError
     from heads.checkpoint import read_facts
@@ -30,7 +30,8 @@ def run(cfg: DictConfig) -> None:
     check_value("push", cfg.push, str | None)
     if cfg.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.push):
         raise UserError(f"push={cfg.push} names no repository of the Hub; give it as push=org/name.")
-    folder, report_path = Path(cfg.run_dir) / "export", Path(cfg.run_dir) / "report" / "report.json"
+    check_export(cfg)
+    folder, report_path = export_dir(cfg), Path(cfg.run_dir) / "report" / "report.json"
     evidence = None
     facts = read_facts(cfg.head_dir)
     check_named(cfg, facts["target"])

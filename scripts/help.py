@@ -26,6 +26,7 @@ EXIT_CODES = {
     2: "refused: one sentence on stderr says what was given, what is allowed, what to type",
     130: "stopped by Ctrl-C (143: by SIGTERM); the same command goes on from there",
 }
+_PROGRAMS = ("python -m", "accelerate launch")
 _OTHERS = "Also: --multirun (a,b for each value), --cfg job (all values as they are), --version."
 _VALUE = re.compile(r"^(\s*[\w?]+:.*?)(?:\s+#\s*(.*))?$")  # of a line of YAML: what is set, and its comment
 _SENTENCE = re.compile(r"(?<=[.:])\s")
@@ -62,14 +63,16 @@ def page(main: Callable[..., Any], config: str) -> str:
     assert module is not None and module.__doc__ is not None
     told, _, rest = inspect.cleandoc(module.__doc__).partition("\n\n")
     name = module.__file__.rpartition("/")[2].removesuffix(".py") if module.__file__ else ""
-    lines = [line.strip() for line in rest.splitlines()]
-    examples = [line for line in lines if line.startswith(("python -m", "accelerate launch"))]
+    blocks = [[line.strip() for line in block.splitlines()] for block in f"{told}\n\n{rest}".split("\n\n")[1:]]
+    examples = [line for block in blocks for line in block if line.startswith(_PROGRAMS)]
+    prose = [" ".join(block) for block in blocks if block and not block[0].startswith((*_PROGRAMS, "make "))]
     codes = [_wrapped(f"{code:<5}{meaning}", 7) for code, meaning in EXIT_CODES.items()]
     own = [] if config == "config" else [f"Settings of {name} alone:\n{_settings(config)}"]
     parts = [
         _wrapped(" ".join(told.split()), 0, first=0),
         f"Usage: python -m scripts.{name} [group=choice …] [group.key=value …]",
-        "Examples:\n" + "\n".join(f"  {line}" for line in examples),
+        "Examples:\n" + "\n".join(map(_command, examples)),
+        *(_wrapped(one, 0, first=0) for one in prose),
         *own,
         "Exit codes:\n" + "\n".join(codes),
         "Choices, * the usual one; their settings are in conf/<group>/<choice>.yaml:\n" + "\n".join(_groups(config)),
@@ -98,15 +101,23 @@ def _groups(config: str) -> Iterator[str]:
         yield f"  {folder.name}"
         for choice in there:
             mark = "*" if {f"{folder.name}: {choice}", f"{folder.name}: [{choice}"} & usual else " "
-            yield f"  {mark} {choice:<17}{_about(folder / f'{choice}.yaml')}"
+            yield _wrapped(f"{mark} {choice:<17}{_about(folder / f'{choice}.yaml')}", 21)
 
 
 def _about(file: Traversable) -> str:
     """The first sentence of a config file's comment, without its commands."""
     comments = [line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#")]
     words = [line for line in comments if not line.startswith(("@package", "python -m", "accelerate launch", "Use:"))]
-    first = _SENTENCE.split(" ".join(words).removeprefix("What: "))[0].rstrip(".:; ")
-    return textwrap.shorten(first, WIDTH - 21, placeholder=" …")
+    return _SENTENCE.split(" ".join(words).removeprefix("What: "))[0].rstrip(".:; ")
+
+
+def _command(line: str) -> str:
+    """A command in lines of at most WIDTH, which a shell takes as one; what is said of it stands above."""
+    command, _, comment = line.partition(" #")
+    whole = re.sub(r"-m \S+|'[^']*'", lambda found: found[0].replace(" ", "\0"), command.strip())
+    how = {"initial_indent": "  ", "subsequent_indent": "      "}
+    lines = textwrap.wrap(whole, WIDTH - 2, break_long_words=False, break_on_hyphens=False, **how)
+    return (f"  # {comment.strip()}\n" if comment else "") + " \\\n".join(lines).replace("\0", " ")
 
 
 def _settings(root: str) -> str:

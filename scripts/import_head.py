@@ -1,7 +1,7 @@
 """A folder in a server's layout, ours or somebody else's, to a head of this project; or only the check of one.
 
     python -m scripts.import_head name=theirs from=downloaded/eagle3 target=custom target.path=my/model
-    python -m scripts.import_head from=runs/demo/export check=true    # exit code 2 where it is not of this target
+    python -m scripts.import_head from=runs/demo/export/vllm check=true    # exit code 2 where it is not of this target
     python -m scripts.import_head name=theirs from=org/head layout=sglang
 
 What comes out is runs/<name>/head: evaluate it, compare it, export it in another layout, or train it on with
@@ -29,6 +29,7 @@ def run(cfg: DictConfig) -> None:
     from heads.artifact import MANIFEST, UserError, write_manifest
     from heads.checkpoint import check_target, class_path, head_name, save_head
     from heads.export.folder import check_export, format_of
+    from heads.export.imported import recognised
 
     if OmegaConf.is_missing(cfg, "from"):
         raise UserError("import_head needs from=<folder or Hub id> of a head in a server's layout.")
@@ -39,11 +40,12 @@ def run(cfg: DictConfig) -> None:
     source, folder = local(str(cfg["from"])), Path(cfg.run_dir) / "head"
     if not cfg.check and folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} holds a head already; import under another name=.")
+    recognised(source, cfg.layout)  # before the target is loaded
+    manifest = check_export(source) if (source / MANIFEST).is_file() else None
     print(f"import    {source}", flush=True)
     target = load_target(cfg, "float32")
-    if (source / MANIFEST).is_file():
-        made_for = check_export(source)["target"]
-        check_target(made_for, target.fingerprint, what=f"The head in {source}")
+    if manifest is not None:
+        check_target(manifest["target"], target.fingerprint, what=f"The head in {source}")
     head = read(cfg, source, target)
     parameters = sum(parameter.numel() for parameter in head.parameters())
     kind, vocab = class_path(head), head.vocab
@@ -56,7 +58,8 @@ def run(cfg: DictConfig) -> None:
     numbers = {"parameters": parameters, "draft_vocabulary": {"size": len(vocab.ids_W)}}
     body = {**saved, "name": head_name(head), "target": target.fingerprint, "imported": origin, **numbers}
     write_manifest(folder, "head", body, config=plain(cfg))
-    _say(f"it is in {folder}; python -m scripts.evaluate name=… head_dir={folder} measures it")
+    _say(f"it is in {folder}; measured on the traffic of a run, with target= as here, by:")
+    _say(f"python -m scripts.evaluate run_dir={cfg.run_dir} traffic_dir=runs/…/traffic target=…")
 
 
 def read(cfg: DictConfig, source: Path, target: FrozenTarget) -> DraftHead:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from scripts.common import load_target, script
-from scripts.settings import build, check_node, plain
+from scripts.settings import build, check_rivals, plain
 
 if TYPE_CHECKING:
     from eval.certificate import ProofSettings
@@ -33,17 +33,18 @@ def run(cfg: DictConfig) -> bool:
     from heads.checkpoint import load_head
     from scripts.drafters import plan_tree
     from scripts.prompts import some_requests
+    from scripts.rivals import check_predictions
 
     how: ProofSettings = build(cfg, "prove")
     check_damage(cfg.damage)
+    check_rivals(cfg)
     # A proof that is broken on purpose must not replace the real one.
     folder = Path(cfg.run_dir) / ("certificate" if cfg.damage is None else f"certificate-{cfg.damage}")
     head_dir = Path(cfg.head_dir)
     head = read_manifest(head_dir, "head")
-    for name in cfg.rivals:
-        check_node(cfg, f"rivals.{name}")
     load_head(head_dir).check_depth(how.gamma, "prove.gamma")
     requests = some_requests(cfg, how.requests, "prove.requests")
+    check_predictions(cfg, requests)
     tree = plan_tree(cfg, how.tree, "prove.tree", how.gamma)
     print(f"prove     {head['name']} of {head_dir}: {len(requests)} held-out prompts", flush=True)
     proof = Certificate(damage=cfg.damage)

@@ -16,26 +16,30 @@ _LAYERS = 10**6  # of the made-up target: whatever is wrong there is wrong every
 
 
 def check_config(cfg: DictConfig) -> None:
-    """Whatever the config alone can tell of export, tracking and rivals. Raises UserError."""
+    """Whatever the config alone can tell of target and tracking. Raises UserError."""
     from heads.artifact import UserError
-    from heads.export.folder import format_of
     from heads.target import DTYPES
     from training.wandb_tracker import MODES
 
-    format_of(str(cfg.export.layout))
     if cfg.target.dtype not in DTYPES:
         raise UserError(f"target.dtype={cfg.target.dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
-    if cfg.export.get("dtype") not in (None, *DTYPES):
-        raise UserError(f"export.dtype={cfg.export.dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
     if cfg.tracking.get("mode") not in (None, *MODES):
         raise UserError(f"tracking.mode={cfg.tracking.mode} is unknown; choose {', '.join(MODES)}, or null.")
-    for name, node in cfg.rivals.items():
-        values = OmegaConf.to_container(node, resolve=True)
-        assert isinstance(values, dict)
-        _check_rival(f"rivals.{name}", {str(key): value for key, value in values.items()})
 
 
-def _check_rival(key: str, values: dict[str, Any]) -> None:
+def check_layout(cfg: DictConfig) -> None:
+    """The layout and the number format of what is exported. Raises UserError."""
+    from heads.artifact import UserError
+    from heads.export.folder import format_of
+    from heads.target import DTYPES
+
+    format_of(str(cfg.export.layout))
+    if cfg.export.get("dtype") not in (None, *DTYPES):
+        raise UserError(f"export.dtype={cfg.export.dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
+
+
+def check_rival(key: str, values: dict[str, Any]) -> None:
+    """The settings of a rival, and the file that it names. Raises UserError."""
     from eval.proposers.given_prediction import read_predictions
     from heads.artifact import UserError
 

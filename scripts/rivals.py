@@ -30,6 +30,16 @@ def build_rivals(cfg: DictConfig, target: FrozenTarget, requests: Sequence[Reque
     return rivals
 
 
+def check_predictions(cfg: DictConfig, requests: Sequence[Request]) -> None:
+    """That given predictions are those of some of the requests, before a target is loaded. Raises UserError."""
+    from eval.proposers.given_prediction import GivenPrediction, predictions_for
+
+    kind = f"{GivenPrediction.__module__}.{GivenPrediction.__name__}"
+    for settings in plain(cfg.rivals).values():
+        if settings["_target_"] == kind:
+            predictions_for(requests, settings["path"])
+
+
 def rivals_identity(cfg: DictConfig) -> str:
     """Changes with every setting of a rival and with the files that one names: then it is measured anew."""
     from heads.artifact import digest

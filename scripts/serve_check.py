@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from scripts.common import script, servable_head
+from scripts.common import export_dir, script, servable_head
 from scripts.serve_parts import LEAST, check_settings, our_traces, over_http, sampled, server
 from scripts.settings import plain
 
@@ -38,14 +38,14 @@ def run(cfg: DictConfig) -> bool:
 
     from eval.damage import damage
     from eval.server_check import overview
-    from heads.artifact import MANIFEST, UserError, write_manifest
+    from heads.artifact import MANIFEST, write_manifest
     from heads.export.folder import check_export
     from heads.foreign import check_interpreter
     from scripts import pipeline
     from scripts.prompts import some_requests
 
     started, law = time.monotonic(), check_settings(cfg)
-    folder, export = Path(cfg.run_dir) / "serve_check", Path(cfg.run_dir) / "export"
+    folder, export = Path(cfg.run_dir) / "serve_check", export_dir(cfg)
     if not (export / MANIFEST).is_file():
         check_interpreter(cfg.serve_python)  # before the stages take their minutes
         pipeline.run(cfg)
@@ -54,8 +54,6 @@ def run(cfg: DictConfig) -> bool:
         head.check_depth(depth, name)
     manifest = check_export(export, head=head)
     check_interpreter(cfg.serve_python)
-    if manifest["server"] != "vllm":
-        raise UserError(f"{export} was exported for {manifest['server']}, not for vLLM; export it with export=vllm.")
     requests = some_requests(cfg, cfg.requests, "requests", least=LEAST)
     print(f"serve     {export} in vLLM: {len(requests)} held-out prompts, γ = {cfg.gamma}", flush=True)
     served = damage(export, cfg.damage, folder / "damaged") if cfg.damage else export

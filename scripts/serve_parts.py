@@ -146,8 +146,9 @@ def check_settings(cfg: DictConfig) -> ServedLaw:
     from eval.damage import DAMAGE
     from eval.server_sampling import ServedLaw
     from heads.artifact import UserError
+    from heads.export.folder import FORMATS, format_of
     from heads.target import DTYPES
-    from scripts.settings import check_call, check_value
+    from scripts.settings import check_call, check_export, check_value
 
     values = plain(cfg)
     for name, hint in _SETTINGS.items():
@@ -163,6 +164,10 @@ def check_settings(cfg: DictConfig) -> ServedLaw:
     for name in ("requests", "at_once"):
         check_value(f"api.{name}", values["api"][name], int)
     check_call(ServedLaw, "law", values["law"])
+    check_export(cfg)
+    if format_of(layout := str(cfg.export.layout)).server != "vllm":
+        loaded = " or ".join(f"export={name}" for name, one in FORMATS.items() if one.server == "vllm")
+        raise UserError(f"scripts.serve_check asks vLLM, which does not load export={layout}; choose {loaded}.")
     asked, together = values["api"]["requests"], values["api"]["at_once"]
     if asked and not FEWEST <= asked <= values["requests"] or together < 2:
         raise UserError(

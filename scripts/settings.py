@@ -13,11 +13,12 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-from scripts.ranges import check_config, check_head
+from scripts.ranges import check_config, check_head, check_layout, check_rival
 
 if TYPE_CHECKING:
     from heads.lora import LoraSettings
@@ -94,10 +95,11 @@ def check_start(cfg: DictConfig, launched: bool) -> None:
     if not processes.isdecimal() or int(processes) < 1:
         raise UserError(f"WORLD_SIZE={processes} in the environment must be a whole number ≥ 1; `unset WORLD_SIZE`.")
     if not launched and int(processes) > 1:
+        name = Path(sys.argv[0]).stem
         raise UserError(
-            f"{sys.argv[0]} was started as one of {processes} processes, but it runs as one; "
-            f"start it with `python -m`, and only scripts.collect, scripts.train and scripts.pipeline with "
-            f"`accelerate launch`."
+            f"scripts.{name} was started as one of {processes} processes, but it runs as one; start it with "
+            f"`python -m scripts.{name}`: `accelerate launch` is for scripts.collect, scripts.train and "
+            f"scripts.pipeline only."
         )
     check_value("seed", cfg.seed, int)
     if not 0 <= cfg.seed < 2**32:
@@ -263,8 +265,10 @@ def check_all(cfg: DictConfig) -> None:
     extraction_settings(cfg)
     build(cfg, "eval", seed=cfg.seed)
     check_call(FrozenTarget.load, "target", plain(cfg.target))
-    for key in ("traffic", "head", "tracking", "export", *(f"rivals.{name}" for name in cfg.rivals)):
+    for key in ("traffic", "head", "tracking"):
         check_node(cfg, key)
+    check_export(cfg)
+    check_rivals(cfg)
     check_config(cfg)
     check_value("push", cfg.push, str | None)
     check_head(cfg, build(cfg, "head", _partial_=True))
@@ -273,6 +277,19 @@ def check_all(cfg: DictConfig) -> None:
     if cfg.traffic.get("held_out") == 0:
         raise UserError("traffic.held_out=0 leaves nothing to measure the head on; give a share such as 0.1.")
     _check_later_stages(cfg)
+
+
+def check_export(cfg: DictConfig) -> None:
+    """What is exported how. Raises UserError."""
+    check_node(cfg, "export")
+    check_layout(cfg)
+
+
+def check_rivals(cfg: DictConfig) -> None:
+    """The rivals, and the files that they name. Raises UserError."""
+    for name in cfg.rivals:
+        check_node(cfg, f"rivals.{name}")
+        check_rival(f"rivals.{name}", plain(cfg.rivals[name]))
 
 
 def _check_later_stages(cfg: DictConfig) -> None:

@@ -154,7 +154,8 @@ def only_sentence(stderr: str) -> str:
 
 
 def manifest(place: Place, stage: str) -> dict[str, Any]:
-    return dict(json.loads((place.run / stage / "manifest.json").read_text()))
+    folder = place.run / ("export/vllm" if stage == "export" else stage)
+    return dict(json.loads((folder / "manifest.json").read_text()))
 
 
 def report(place: Place) -> dict[str, Any]:

@@ -182,6 +182,41 @@ def test_what_cannot_be_advised(
     assert words in e2e.sentence(advise.run, cfg, capsys)
 
 
+def test_a_report_without_results_is_one_sentence(
+    here: e2e.Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.json").write_text(json.dumps({**e2e.report(here), "results": []}))
+    cfg = e2e.config(*here.overrides, *GPU, f"report={tmp_path}/report.json", name="advise")
+    assert "report.json, an evaluation's report, is empty: its results hold no row" in e2e.sentence(
+        advise.run, cfg, capsys
+    )
+
+
+def test_a_draft_that_has_learned_nothing_is_named(
+    here: e2e.Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And intervals are spoken of where one is shown."""
+
+    def told(first: float, own: float, free: float, low: float | None) -> str:
+        report = e2e.report(here)
+        for row in report["results"]:
+            own_row = row["proposer"] == "eagle3"
+            row["alpha_by_position"][:1] = [first] if own_row else []
+            row["tokens_per_round"] = {"value": own if own_row else free, "low": low, "high": low and own}
+            row["survival_interval"] = [{"value": 0.5, "low": low and 0.4, "high": low and 0.6}] * 4
+        (tmp_path / "report.json").write_text(json.dumps(report))
+        capsys.readouterr()
+        advise.run(e2e.config(*here.overrides, *GPU, f"report={tmp_path}/report.json", name="advise"))
+        return capsys.readouterr().out
+
+    weak, good = told(0.04, 1.1, 1.2, None), told(0.6, 1.9, 1.2, 1.5)
+    assert "accepts 4% of the first drafts: this head has hardly learned; train it longer" in weak
+    assert "prompt lookup, which needs no training and costs nothing to draft, yields as much: 1.20" in weak
+    assert "hardly learned" not in good and "prompt lookup" not in good
+    assert "Intervals: 95 %" in good and "[" in good
+    assert "Intervals: 95 %" not in weak and "No intervals" in weak
+
+
 def test_costs_of_another_head_are_refused(here: e2e.Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs = json.loads((here.run / "costs.json").read_text())
     (tmp_path / "costs.json").write_text(json.dumps({**costs, "head": "another"}))

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from heads.artifact import UserError
 from scripts import collect, evaluate, export, pipeline, train
-from scripts.common import one_sentence, script
+from scripts.common import one_sentence
 from tests import e2e
 from tests.tiny import save_tiny, tiny_tokenizer
 
@@ -50,7 +49,11 @@ def test_only_what_shares_its_work_is_launched_several_times(
     refuse: Refuse, finished: e2e.Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "only scripts.collect, scripts.train and scripts.pipeline with" in refuse(evaluate.run)
+    monkeypatch.setattr("sys.argv", ["/some/where/scripts/evaluate.py"])
+    assert refuse(evaluate.run) == (
+        "scripts.evaluate was started as one of 2 processes, but it runs as one; start it with `python -m "
+        "scripts.evaluate`: `accelerate launch` is for scripts.collect, scripts.train and scripts.pipeline only."
+    )
     seen: list[DictConfig] = []
     one_sentence(seen.append, launched=True)(e2e.config(*finished.place.overrides))
     assert len(seen) == 1
@@ -208,6 +211,48 @@ def test_stages_out_of_order(refuse: Refuse) -> None:
     assert "holds no finished head artifact" in refuse(evaluate.run)
     assert "holds no trained head" in refuse(export.run)
     assert "holds no finished head artifact" in refuse(evaluate.run, "head_dir=/no/head")
+
+
+@pytest.mark.parametrize(
+    ("run", "override", "words"),
+    [
+        (evaluate.run, "eval.gamma=0", "eval.gamma=0 and eval.gammas=[2] must be at least 1"),
+        (evaluate.run, "eval.tree={depth: 3}", "must give nodes"),
+        (evaluate.run, "rivals.prompt_lookup.max_ngram=0", "rivals.prompt_lookup.max_ngram=0 must be at least 1"),
+        (export.run, "export.dtype=int8", "export.dtype='int8' is unknown; choose one of"),
+        (export.run, "export.layout=tgi", "The layout 'tgi' is unknown; choose one of vllm"),
+    ],
+)
+def test_values_are_judged_before_a_head_is_missed(
+    refuse: Refuse, run: Callable[[DictConfig], Any], override: str, words: str
+) -> None:
+    assert words in refuse(run, override)
+
+
+def test_a_given_prediction_is_judged_before_the_target_is_loaded(
+    refuse: Refuse, copied: e2e.Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "load_target", None)
+    rival = ["rival=[given_prediction]", "rivals.given_prediction.path=given.jsonl", "eval.rows=3"]
+    assert "given.jsonl cannot be read as text" in refuse(evaluate.run, *rival)
+    (copied.cwd / "given.jsonl").write_text('{"id": "nobody", "prediction": "w1"}')
+    assert "given.jsonl has no prediction for any of the" in refuse(evaluate.run, *rival)
+
+
+@pytest.mark.parametrize("wrong", ["file", "absent"])
+def test_a_folder_that_cannot_be_made_is_named_by_its_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    """Not by run_dir=, where it is another."""
+    (tmp_path / "file").write_text("")
+    place = {"file": tmp_path / "file/below", "absent": Path("/proc/no/such")}[wrong]
+
+    def makes(setting: str) -> Callable[[DictConfig], None]:
+        return lambda cfg: (Path(cfg[setting]) / "x").mkdir(parents=True)
+
+    for setting in ("comparison_dir", "traffic_dir", "run_dir"):
+        cfg = e2e.config(f"{setting}={place}", name="compare")
+        assert e2e.sentence(makes(setting), cfg, capsys).endswith(f"; mend that or choose another {setting}=.")
 
 
 def test_artifacts_that_are_damaged(refuse: Refuse, copied: e2e.Place) -> None:
@@ -400,86 +445,6 @@ def test_what_every_script_refuses_first(tmp_path: Path, capsys: Any, override: 
 def test_a_broken_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "abc")
     assert "WORLD_SIZE=abc in the environment must be" in e2e.sentence(lambda cfg: None, e2e.config(), capsys)
-
-
-@pytest.mark.parametrize(("crash", "code"), [(None, 2), (2, 1)])
-def test_a_refused_job_of_a_multirun_lets_the_others_run(
-    crash: int | None,
-    code: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    ran: list[int] = []
-
-    @script()
-    def small(cfg: DictConfig) -> None:
-        ran.append(cfg.seed)
-        if cfg.seed == 1:
-            raise UserError("seed=1 is not wanted.")
-        if cfg.seed == crash:
-            raise ZeroDivisionError("a fault of ours")
-
-    monkeypatch.setattr("sys.argv", ["small", "--multirun", "seed=0,1,2,3"])
-    with pytest.raises(SystemExit) as stop:
-        small()
-    assert ran == [0, 1, 2, 3] and stop.value.code == code
-    told = capsys.readouterr().err
-    assert "error: seed=1 is not wanted." in told
-    assert ("ZeroDivisionError: a fault of ours" in told) == (crash is not None)
-    end = "; seed=2 (crashed)." if crash else "."
-    assert told.splitlines()[-1].endswith(f"of the jobs did not finish, the others did: seed=1 (refused){end}")
-
-
-def test_two_jobs_of_a_sweep_do_not_share_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    ran: list[str] = []
-
-    @script(one_folder=True)
-    def small(cfg: DictConfig) -> None:
-        ran.append(cfg.head.loss)
-
-    monkeypatch.setattr("sys.argv", ["small", "--multirun", "head.loss=kl,tv"])
-    with pytest.raises(SystemExit) as stop:
-        small()
-    assert ran == ["kl"] and stop.value.code == 2
-    assert "Another job of this sweep has written to runs/default" in capsys.readouterr().err
-    monkeypatch.setattr("sys.argv", ["small", "--multirun", "head.loss=kl,tv", "run_dir=runs/x/${head.loss}"])
-    small()
-    assert ran == ["kl", "kl", "tv"]
-
-
-# ---- the command line itself -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("train.epoch=3", "There is no setting train.epoch"),
-        ("nonsense=1", "There is no setting nonsense"),
-        ("head=nothing", "head=nothing is unknown; there are eagle, eagle3, hydra_mlp"),
-        ("experiment=nothing", "experiment=nothing is unknown; there are chat_70b, chat_8b, code, compare"),
-        ("target=my-org/my-model", "for a model of your own type target=custom target.path=my-org/my-model"),
-        ("rival=[prompt_lookup,jacoby]", "rival=jacoby is unknown; do you mean rival=jacobi?"),
-        ("head.loss=kl,tv", "head.loss=kl,tv is several values, which takes --multirun"),
-        ("~traffic", "~traffic takes away what every script needs"),
-        ("head=eagel3", "head=eagel3 is unknown; do you mean head=eagle3? Of head there are eagle, eagle3, hydra_mlp"),
-        ("head.taps=[1", "The override head.taps=[1 cannot be read"),
-    ],
-)
-def test_what_hydra_refuses(
-    override: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The entry point itself, in this process."""
-    monkeypatch.setattr("sys.argv", ["scripts/pipeline.py", override])
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    with pytest.raises(SystemExit) as stop:
-        pipeline.main()
-    assert stop.value.code == 2
-    assert words in e2e.only_sentence(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,11 @@ def test_the_command_prints_both_comparisons(
     traffic = e2e.write_rows(tmp_path / "t.jsonl", e2e.conversations(12))
     given = ["bench=collect", *e2e.uses(save_tiny(tmp_path / "tiny"), traffic), "head.taps=[1,3,6]"]
     given += ["head.draft_vocab_size=64", "traffic.held_out=0.3", "generation.max_new_tokens=4", "name=t"]
+    given += ["traffic_dir=runs/t/traffic", "run_dir=runs/new"]
     cfg = e2e.config(*given, "bench.requests=5", "bench.repeats=1", "generation.batch_size=3", name="bench")
     write_traffic(cfg.traffic_dir, build(cfg, "traffic"))
     bench.run(cfg)
     printed = capsys.readouterr().out
     assert "5 prompts in batches of 3, 1 repeats" in printed
     assert "the bare forward" in printed and "generate at batch 1" in printed
-    assert [path.name for path in (tmp_path / "runs/t").iterdir()] == ["traffic"], "nothing stays behind"
+    assert list((tmp_path / "runs/new").iterdir()) == [], "nothing stays behind"

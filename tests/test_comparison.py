@@ -238,6 +238,25 @@ def test_the_command_reads_traces_and_writes_three_twins(
     assert render_table(found)
 
 
+def test_a_report_without_results_is_one_sentence(tmp_path: Path) -> None:
+    place = write_run(tmp_path / "x", "x", 0.0, 1)
+    report = json.loads((place / "report/report.json").read_text())
+    (place / "report/report.json").write_text(json.dumps({**report, "results": []}))
+    with pytest.raises(UserError, match=r"x/report/report\.json, an evaluation's report, is empty: .* evaluate again"):
+        write_comparison([place], tmp_path)
+
+
+def test_one_slice_is_not_told_apart_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its table would repeat the numbers over all requests."""
+    usual = [compared(evaluated("one", 0.0, 1)), compared(evaluated("one", 0.0, 1))]
+    for row in usual[1]["rows"]:
+        row["slices"] = row["slices"][:1]
+    for found, told in zip(usual, (True, False), strict=True):
+        text, page = to_markdown(found), render_page(found)
+        assert ("Tokens a round by slice" in text) == ("worst slice" in text.partition("\n\nIntervals")[0]) == told
+        assert ("Tokens per pass by slice" in page) == told and ("| chat" in text) == told
+
+
 def test_traces_of_another_evaluation_are_left_alone(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "x", "x", 0.0, 1) / "report"
     report = json.loads((folder / "report.json").read_text())

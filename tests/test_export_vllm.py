@@ -205,7 +205,8 @@ def test_the_model_card_serves_defines_and_measures(tmp_path) -> None:
     assert words[:4] == ["vllm", "serve", "a target", "--speculative-config"]
     assert json.loads(words[4]) == {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3}
     assert line == read_manifest(folder, "export")["serve"]
-    assert evidence().table.splitlines()[0] in card and "**tokens_per_round**: Measured: 1 + S(1)" in card
+    assert evidence().table.splitlines()[0] in card and "**tokens/round**: Measured: 1 + S(1)" in card
+    assert f"in the place of `{folder}`" in card and "By Draftsmith's own decoder" in card
     assert card.startswith("---\n") and "\n## Licence\n\nMine.\n" in card
     assert FINGERPRINT["template"] in card and "[2, 4, 5]" in card
 

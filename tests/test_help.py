@@ -33,8 +33,11 @@ def test_the_scripts_are_found() -> None:
 def test_the_help_says_it_all(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     page = told(name, monkeypatch, capsys)
     assert re.match(r"[A-Z].*?[.?!]\n\nUsage:", page, re.DOTALL), "no purpose on top"
-    examples = [line.strip() for line in page.partition("Examples:\n")[2].partition("\n\n")[0].splitlines()]
+    assert "…" not in page.partition("Choices, *")[2].partition("Settings of all scripts")[0], "a line is cut off"
+    shown = page.partition("Examples:\n")[2].partition("\n\n")[0].replace("\\\n", " ").splitlines()
+    examples = [line.strip() for line in shown if not line.startswith("  #")]
     assert len(examples) >= 3
+    assert [line for line in page.splitlines() if len(line) > usage.WIDTH] == []
     for line in examples:
         words = shlex.split(line, comments=True)
         module = words[words.index("-m") + 1].removeprefix("scripts.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -92,3 +93,19 @@ def test_what_the_hub_refuses_is_one_sentence(tmp_path: Path, hub: type[Hub], re
     with pytest.raises(UserError, match=rf"push={repository} failed .* give org/name of a repository"):
         push(tmp_path / "export", repository, manifest)
     assert not hub.stored
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_hub_out_of_reach_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
+    """It says that the export is there, and how it is pushed later."""
+    with socket.socket() as free:  # a port that nobody listens on
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    folder = tmp_path / "export"
+    manifest = export_head(tiny_head(), folder, target_fingerprint=FINGERPRINT, target_path="t")
+    with pytest.raises(UserError) as refused:
+        push(folder, "org/name", manifest)
+    said = str(refused.value)
+    assert said.startswith("push=org/name failed (") and "cannot be reached" in said and "log in" not in said
+    assert f"the export itself is finished, in {folder}" in said and said.endswith("repeat the command to push it.")

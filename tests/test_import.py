@@ -115,11 +115,31 @@ def test_a_public_head_is_measured_trained_on_and_exported(
     near = [(trained.state_dict()[name] - tensor).abs().max() for name, tensor in head.state_dict().items()]
     assert 0 < max(near) < 0.1
 
+    out = place.cwd / "runs/out/export"
     for layout in ("vllm", "sglang"):
-        export.run(cfg(place, f"head_dir={theirs}", f"run_dir=runs/{layout}", f"export={layout}"))
-        check_export(place.cwd / f"runs/{layout}/export", head=head)
-        import_head.run(bring(place, place.cwd / f"runs/{layout}/export", "unused", "check=true"))
+        export.run(cfg(place, f"head_dir={theirs}", "run_dir=runs/out", f"export={layout}"))
+    for layout in ("vllm", "sglang"):  # neither replaces the other
+        check_export(out / layout, head=head)
+        import_head.run(bring(place, out / layout, "unused", "check=true"))
+    assert f"give a folder in a server's layout, such as {out}/sglang" in e2e.sentence(
+        import_head.run, bring(place, out, "unused", "check=true"), capsys
+    )
     assert not (place.cwd / "runs/unused").exists()
+
+
+def test_a_folder_that_is_no_head_is_refused_before_the_target_is_loaded(
+    place: e2e.Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_head, "load_target", None)
+    theirs = published(place, tmp_path / "theirs", lambda config, tensors: config.update(num_hidden_layers=2))
+    asked = bring(place, theirs, "no")
+    assert "config.json is of the architecture ['LlamaForCausalLM']; give a head in" in e2e.sentence(
+        import_head.run, asked, capsys
+    )
+    (theirs / "pytorch_model.bin").unlink()
+    assert "holds no weights" in e2e.sentence(import_head.run, asked, capsys)
+    (theirs / "config.json").write_text("[1]")
+    assert "config.json holds no JSON object" in e2e.sentence(import_head.run, asked, capsys)
 
 
 def test_a_medusa_folder_and_a_head_of_ones_own_are_trained_on_with_their_vocabulary(
@@ -136,7 +156,7 @@ def test_a_medusa_folder_and_a_head_of_ones_own_are_trained_on_with_their_vocabu
     save_head(head, tmp_path / "made", target_fingerprint=target.fingerprint)
     medusa = ("head=medusa", "head.depth=2", "head.projection=own", "head.draft_vocab_size=8", "eval.gamma=2")
     export.run(cfg(place, *medusa, f"head_dir={tmp_path / 'made'}", "run_dir=runs/public", "export=original"))
-    import_head.run(bring(place, place.cwd / "runs/public/export", "medusa"))
+    import_head.run(bring(place, place.cwd / "runs/public/export/original", "medusa"))
     train.run(cfg(place, *medusa, "train.init_from=runs/medusa/head", "run_dir=runs/first", *SHARED))
     train.run(cfg(place, *medusa, "train.init_from=runs/first/head", "run_dir=runs/second", *SHARED))
     before = head.state_dict()
@@ -211,9 +231,9 @@ def test_another_target_is_refused_by_its_fingerprint(
     import_head.run(bring(place, published(place, tmp_path / "theirs"), "own"))
     export.run(cfg(place, "head_dir=runs/own/head", "run_dir=runs/own"))
     again = e2e.Place(save_tiny(tmp_path / "other", seed=1), place.traffic, place.cwd)
-    told = e2e.sentence(import_head.run, bring(again, place.cwd / "runs/own/export", "x", "check=true"), capsys)
+    told = e2e.sentence(import_head.run, bring(again, place.cwd / "runs/own/export/vllm", "x", "check=true"), capsys)
     assert "belongs to the target 'tiny'" in told and "they differ in weights" in told
-    import_head.run(bring(place, place.cwd / "runs/own/export", "x", "check=true"))
+    import_head.run(bring(place, place.cwd / "runs/own/export/vllm", "x", "check=true"))
     assert "sound, and of the target tiny" in capsys.readouterr().out
 
 

@@ -77,8 +77,8 @@ def test_the_module_in_a_checkpoint_becomes_a_head(tmp_path: Path, monkeypatch, 
     export.run(
         cfg(tmp_path / "mimo", "head_dir=runs/own/head", "run_dir=runs/own", "export.dtype=float32", name="config")
     )
-    check_export(tmp_path / "runs/own/export", head=head)
-    back = load_file(tmp_path / "runs/own/export/model.safetensors")
+    check_export(tmp_path / "runs/own/export/vllm", head=head)
+    back = load_file(tmp_path / "runs/own/export/vllm/model.safetensors")
     assert back.keys() == module.keys() and all(torch.equal(back[name], one) for name, one in module.items())
 
 

@@ -268,7 +268,7 @@ def test_a_head_is_adapted_measured_and_exported(
     files = []
     for head in (adapted, whole):
         export.run(cfg(place, f"head_dir={head}", "run_dir=runs/out"))  # where it lies is part of its card
-        folder = place.cwd / "runs/out/export"
+        folder = place.cwd / "runs/out/export/vllm"
         files.append({path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"})
     assert files[0] == files[1] and "model.safetensors" in files[0]
 

@@ -266,7 +266,7 @@ ARTIFACTS = (
     *("adapter/manifest.json", "adapter/README.md", "head/head.json", "head/manifest.json"),
     *("report/report.json", "report/report.html", "report/manifest.json"),
     *("certificate/certificate.json", "certificate/certificate.md", "certificate/manifest.json"),
-    *("export/manifest.json", "export/README.md", "../both/comparison.json", "../both/comparison.md"),
+    *("export/vllm/manifest.json", "export/vllm/README.md", "../both/comparison.json", "../both/comparison.md"),
 )
 
 

@@ -156,7 +156,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> e2e.Place:
         ):
             assert run(f"python -m scripts.pipeline {words}", patch) == 0
         (folder / "org").mkdir()
-        (folder / "org/their-eagle3").symlink_to(folder / "runs/mine/export")
+        (folder / "org/their-eagle3").symlink_to(folder / "runs/mine/export/vllm")
     return place
 
 

@@ -166,7 +166,7 @@ def test_a_log_that_grows_week_by_week(
     assert {**again, "provenance": 0} == {**one, "provenance": 0} and (run / "comparison.html").is_file()
 
     export.run(cfg(place, "name=week2", name="config"))
-    assert (run / "export/model.safetensors").is_file()
+    assert (run / "export/vllm/model.safetensors").is_file()
 
     capsys.readouterr()
     lora = "train.lora={rank: 2, alpha: 4}"

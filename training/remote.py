@@ -27,7 +27,10 @@ _PACKAGES = {
     **dict.fromkeys(("az", "abfs", "abfss"), "adlfs"),
 }
 # Whose errors are about the storage although they are no OSError: no credentials, no server, no such name.
-_LIBRARIES = {"botocore", "aiobotocore", "aiohttp", "google", "gcsfs", "azure", "adlfs", "huggingface_hub", "httpx"}
+_LIBRARIES = {
+    *("botocore", "aiobotocore", "aiohttp", "google", "gcsfs", "azure", "adlfs"),
+    *("huggingface_hub", "httpx", "httpx2"),
+}
 
 
 def is_remote(place: str | Path) -> bool:

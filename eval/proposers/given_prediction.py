@@ -50,14 +50,8 @@ class GivenPrediction:
         if max_ngram < 1:
             raise UserError(f"rivals.given_prediction.max_ngram={max_ngram} must be at least 1.")
         self.max_ngram = max_ngram
-        texts = read_predictions(path)
+        texts = predictions_for(requests, path)
         known = [request for request in requests if request.request_id in texts]
-        if not known:
-            example = requests[0].request_id if requests else "…"
-            raise UserError(
-                f"{path} has no prediction for any of the {len(requests)} requests; its ids must be those of the "
-                f"traffic, such as {example}."
-            )
         # The decoder knows requests by their prompts only; equal prompts may have one prediction.
         self.predictions: dict[tuple[int, ...], list[int]] = {}
         for request in known:
@@ -98,6 +92,18 @@ class GivenPrediction:
                 if row.prediction[start : start + size] == tail:
                     return start + size
         return row.place + 1  # as if one token had been replaced by another
+
+
+def predictions_for(requests: Sequence[Request], path: str) -> dict[str, str]:
+    """Predicted text by request id. Raises UserError where the file speaks of none of the requests."""
+    texts = read_predictions(path)
+    if not any(request.request_id in texts for request in requests):
+        example = requests[0].request_id if requests else "…"
+        raise UserError(
+            f"{path} has no prediction for any of the {len(requests)} requests; its ids must be those of the "
+            f"traffic, such as {example}."
+        )
+    return texts
 
 
 def read_predictions(path: str) -> dict[str, str]:

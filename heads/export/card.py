@@ -6,14 +6,27 @@ It turns values into Markdown and knows no layout and no file. The table of numb
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 NOT_RAN = (
     "This layout is written to the letter of its reader's code; it was not run there. Compare the acceptance that the "
     "server counts with the numbers below before you rely on it."
 )
+_PARTS = {"weights": "weights", "tokenizer": "tokenizer", "template": "chat template"}
+# The columns of the table, and the keys of a report's definitions that explain them.
+_WORDS = {
+    "α": "alpha",
+    "tokens/round": "tokens_per_round",
+    "formula": "expected_tokens_per_round",
+    "gap": "formula_gap",
+    "identical": "identical_requests",
+    "speed-up": "speedup",
+    "[ ]": "interval",
+}
 # What of a report's row the manifest repeats.
 _KEYS = (
     "proposer",
@@ -82,14 +95,15 @@ def render_card(
     lines = [
         "---",
         f"library_name: {serving.library}",
-        f"base_model: {json.dumps(target)}",
+        f"base_model: {json.dumps(_on_hub(facts.target) or target)}",
         "tags: [speculative-decoding, draftsmith]",
         "---",
         "",
         f"# {name} draft head for {target}",
         "",
-        f"A speculative-decoding head: it drafts {facts.gamma} tokens a round, the target checks them, and greedy text "
-        "is what the target alone would write.",
+        f"A speculative-decoding head: it drafts γ = {facts.gamma} tokens a round, and the target checks them in one "
+        "pass. Greedy text is what the target alone would write, but for near-ties, which a narrow number format may "
+        "round otherwise in a pass of another shape; sampled text follows the target's own distribution.",
         *_modified(facts.fingerprint),
         "",
         "## Serve",
@@ -98,7 +112,8 @@ def render_card(
         serving.command,
         "```",
         "",
-        f"The paths are relative to where it was exported. {serving.note}",
+        f"Put the path of this folder, or the repository where you have it from, in the place of `{facts.folder}`, and "
+        f"that of your target in the place of `{facts.target}`. {serving.note}",
         *([] if serving.ran else [NOT_RAN]),
         "",
         "## Made for",
@@ -106,11 +121,13 @@ def render_card(
         "| | |",
         "|---|---|",
         f"| target | {_cell(target)} |",
-        *(f"| its {part} (SHA-256) | `{facts.fingerprint[part]}` |" for part in ("weights", "tokenizer", "template")),
+        *(f"| its {words} (SHA-256) | `{facts.fingerprint[part]}` |" for part, words in _PARTS.items()),
         *(f"| {_cell(what)} | {_cell(value)} |" for what, value in rows.items()),
         f"| stored as | {facts.dtype} |",
         "",
-        "Another target, tokenizer or chat template than this one means few accepted drafts.",
+        "Another target, tokenizer or chat template than this one means few accepted drafts; no server checks that. "
+        "`python -m scripts.import_head from=<this folder> check=true target=custom target.path=<your target>` of "
+        "Draftsmith does.",
         "",
         "## Measured",
         "",
@@ -137,8 +154,26 @@ def _modified(fingerprint: Mapping[str, str]) -> list[str]:
 def _measured(evidence: Evidence | None) -> list[str]:
     if evidence is None:
         return ["This head was exported without an evaluation: nothing is known of its speed."]
-    definitions = [f"- **{_cell(name)}**: {_cell(text)}" for name, text in evidence.report["definitions"].items()]
-    return [evidence.table.strip(), "", "What the words mean:", "", *definitions]
+    on = evidence.report.get("measured_on")
+    where = "" if on is None else f" on {_cell(on['device'])} ({on['threads']} threads)"
+    told = evidence.report["definitions"]
+    words = [f"- **{word}**: {_cell(told[name])}" for word, name in _WORDS.items() if name in told]
+    return [
+        f"By Draftsmith's own decoder{where}, not in this server: acceptance should be the same there, speed is not.",
+        "",
+        evidence.table.strip(),
+        "",
+        "What the words mean:",
+        "",
+        "- **γ**: Tokens drafted a round.",
+        "- **slice**: A kind of the traffic that it was measured on; all: all of it.",
+        *words,
+    ]
+
+
+def _on_hub(target: str) -> str | None:
+    """A target as the Hub names it, None where it is a folder or a file here."""
+    return target if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", target) and not Path(target).exists() else None
 
 
 def _cell(text: str) -> str:

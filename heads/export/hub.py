@@ -6,17 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from httpx import HTTPError
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from heads.artifact import MANIFEST, UserError
+
+# With those of the HTTP client beneath, which is another package from version to version.
+_FAULTS: tuple[type[Exception], ...] = (
+    HFValidationError,
+    *(one for one in HfHubHTTPError.__mro__ if issubclass(one, Exception) and one is not Exception),
+)
 
 
 def push(folder: str | Path, repository: str, manifest: Mapping[str, Any]) -> str:
     """Upload the files of an export and its manifest in one commit; returns where it is.
 
-    A repository that does not exist is made, for its owner's eyes only. Raises UserError when the Hub refuses.
+    A repository that does not exist is made, for its owner's eyes only. Raises UserError when the Hub refuses, or
+    cannot be reached.
     """
     api = HfApi()
     try:
@@ -28,10 +34,16 @@ def push(folder: str | Path, repository: str, manifest: Mapping[str, Any]) -> st
             allow_patterns=files,
             commit_message=f"{manifest['head']['name']} draft head for {manifest['target']['name']}",
         )
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, HTTPError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except _FAULTS as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(". ")
+        refused = isinstance(error, (HfHubHTTPError, HFValidationError))
+        remedy = (
+            "give org/name of a repository that you may write to, log in with `hf auth login`"
+            if refused
+            else f"{HfApi().endpoint} cannot be reached, so mend the connection"
+        )
         raise UserError(
-            f"push={repository} failed ({reason}); give org/name of a repository that you may write to, and log in "
-            f"with `hf auth login`. The export itself is in {folder}."
+            f"push={repository} failed ({reason}); the export itself is finished, in {folder}: {remedy}, and repeat "
+            f"the command to push it."
         ) from error
     return str(done.commit_url)

@@ -10,8 +10,9 @@ from heads.base import DraftHead
 from heads.checkpoint import build_head, fill
 from heads.eagle3 import default_taps
 from heads.export.folder import FORMATS, format_of
-from heads.export.layout import CONFIG, OfTarget, read_config
+from heads.export.layout import CONFIG, Layout, OfTarget, read_config
 from heads.export.vllm_eagle import TAPS
+from heads.export.weights import weights_file
 
 
 def import_head(folder: str | Path, *, layout: str | None = None, of_target: OfTarget | None = None) -> DraftHead:
@@ -22,14 +23,26 @@ def import_head(folder: str | Path, *, layout: str | None = None, of_target: OfT
     contradicts the target or the manifest.
     """
     folder, of_target = Path(folder), of_target or OfTarget()
-    config = read_config(folder)
-    manifest = read_manifest(folder, "export") if (folder / MANIFEST).is_file() else {}
+    config, manifest, kind = recognised(folder, layout)
     own = manifest["head"]["arguments"] if manifest else {}
     if of_target.sizes is None and "sizes" in own:
         of_target = OfTarget(own["sizes"], of_target.weights, of_target.say)
-    formats = [format_of(layout or manifest["layout"])] if layout or manifest else list(FORMATS.values())
     if not layout and not manifest:
         config = settled(config, of_target)
+    arguments, vocab, state = kind.read(folder, config, own, of_target)
+    head = build_head(kind.head, arguments, vocab, source=str(folder))
+    fill(head, state, source=str(folder))
+    return head.eval()
+
+
+def recognised(folder: str | Path, layout: str | None = None) -> tuple[dict[str, Any], dict[str, Any], Layout]:
+    """The configuration of a folder, the manifest of an export of ours ({} where it is none), and the layout it is in:
+    what can be known without the target. Raises UserError when it is in none, or has no weights."""
+    folder = Path(folder)
+    config = read_config(folder)
+    weights_file(folder)
+    manifest = read_manifest(folder, "export") if (folder / MANIFEST).is_file() else {}
+    formats = [format_of(layout or manifest["layout"])] if layout or manifest else list(FORMATS.values())
     fitting = [kind for how in formats for kind in how.layouts if kind.fits(config)]
     if not fitting:
         kinds = ", ".join(sorted({kind.title for how in formats for kind in how.layouts}))
@@ -37,10 +50,7 @@ def import_head(folder: str | Path, *, layout: str | None = None, of_target: OfT
             f"{folder / CONFIG} is of the architecture {config.get('architectures')}; give a head in a layout for "
             f"{kinds}."
         )
-    arguments, vocab, state = fitting[0].read(folder, config, own, of_target)
-    head = build_head(fitting[0].head, arguments, vocab, source=str(folder))
-    fill(head, state, source=str(folder))
-    return head.eval()
+    return config, manifest, fitting[0]
 
 
 def settled(config: dict[str, Any], of_target: OfTarget) -> dict[str, Any]:

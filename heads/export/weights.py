@@ -47,11 +47,9 @@ def to_files(tensors: dict[str, Tensor], name: str, *, largest: int = LARGEST) -
 def read_tensors(folder: Path, inside: str | None = None) -> dict[str, Tensor]:
     """The weights of a folder; of the checkpoint of a whole model, which has layers, only those that begin with
     `inside`. Raises UserError when they are not there or not whole."""
-    found = [name for name in NAMES if (folder / name).is_file()]
-    if not found:
-        raise UserError(f"{folder} holds no weights (none of {', '.join(NAMES)}); give a folder in a server's layout.")
-    if found[0] != INDEX:
-        return _within(_read(folder / found[0]), inside)
+    found = weights_file(folder)
+    if found != INDEX:
+        return _within(_read(folder / found), inside)
     whole = json.loads((folder / INDEX).read_text())["weight_map"]
     index = _within(whole, inside)
     tensors: dict[str, Tensor] = {}
@@ -61,6 +59,14 @@ def read_tensors(folder: Path, inside: str | None = None) -> dict[str, Tensor]:
         odd = min(tensors.keys() ^ index.keys())
         raise UserError(f"The parts of {folder} and their index differ in {odd}; download or export it again.")
     return tensors
+
+
+def weights_file(folder: Path) -> str:
+    """The file that the weights of a folder begin with. Raises UserError when there is none."""
+    for name in NAMES:
+        if (folder / name).is_file():
+            return name
+    raise UserError(f"{folder} holds no weights (none of {', '.join(NAMES)}); give a folder in a server's layout.")
 
 
 def _within(named: dict[str, Any], inside: str | None) -> dict[str, Any]:
