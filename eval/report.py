@@ -239,9 +239,11 @@ def verdict(report: Mapping[str, Any]) -> str:
     if first["proposer"] == PLAIN:
         return f"Plain decoding on {traffic}, without a draft: one token per pass of the target."
     who = "the head" if first["proposer"] == (report["head"] or {}).get("name") else first["proposer"]
-    sentence = (
-        f"At γ = {first['gamma']} with {who}, every pass of the target yields "
-        f"{_number(first['tokens_per_round']['value'])} tokens on average on {traffic}, instead of 1"
+    amount = first["tokens_per_round"]["value"]
+    sentence = f"At γ = {first['gamma']} with {who}, " + (
+        f"too few drafts get as deep as that on {traffic} to tell the tokens of a pass (a smaller eval.gamma can)"
+        if amount is None
+        else f"every pass of the target yields {amount:.2f} tokens on average on {traffic}, instead of 1"
     )
     timed = [row for row in rows if row["speedup"] and row["speedup"]["value"]]
     if timed:
@@ -252,10 +254,6 @@ def verdict(report: Mapping[str, Any]) -> str:
         sames = [_sameness(row, len(compared) > 1, row is compared[0]) for row in compared]
         sentence += ", and the text was identical on " + " and on ".join(sames)
     return sentence + "."
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
 
 
 def _speed(row: Mapping[str, Any], name_dtype: bool, first: bool) -> str:

@@ -57,10 +57,9 @@ def _part(previous: Run, candidate: Run, names: Set[str], resamples: int) -> dic
 def _verdict(found: dict[str, Any]) -> str:
     requests, gap = found["requests"], found["tokens_per_round"]
     if gap["low"] is None:
-        return (
-            f"The last head stays: {requests} held-out requests tell nothing for certain, as an interval takes at "
-            f"least {MIN_CLUSTERS}."
-        )
+        few = requests < MIN_CLUSTERS
+        why = f"takes at least {MIN_CLUSTERS}" if few else "wants more drafts that get as deep as γ; lower eval.gamma"
+        return f"The last head stays: {requests} held-out requests tell nothing for certain, as an interval {why}."
     size = f"{with_interval(gap, 3)} tokens a round (new minus last, 95 % interval) on the same {requests} requests"
     if found["better"]:
         return f"The new head is kept: {size}."
