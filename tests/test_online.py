@@ -105,12 +105,6 @@ def test_live_states_are_those_of_a_plain_forward(
         torch.testing.assert_close(found.lse_T[places], want_T)
 
 
-def test_documents_of_like_length_go_together() -> None:
-    groups = live._alike([3, 40, 20, 19, 41, 1, 2])
-    assert groups == [[4, 1], [2, 3], [0, 6], [5]]
-    assert live._alike([]) == []
-
-
 @pytest.mark.parametrize("head", HEADS)
 def test_losses_are_those_of_stored_states(both: dict[str, e2e.Place], tmp_path: Path, head: str) -> None:
     for name, place in both.items():

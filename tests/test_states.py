@@ -11,9 +11,10 @@ import torch
 
 from heads.target import FrozenTarget
 from tests.tiny import FAMILIES, load_tiny
+from training import states
 from training.chat import Encoded
 from training.regenerate import Generation, answer_batch
-from training.states import Answer, as_features, known_states
+from training.states import Answer, alike, as_features, forward_states, known_states
 
 TAPS = (0, 2, 5)
 # Rounding only: a row of a padded batch is computed in other blocks than alone, or than token by token. Relative to
@@ -67,6 +68,22 @@ def test_a_row_of_a_batch_is_the_row_alone(tmp_path: Path, dtype: str) -> None:
         plain = target.forward(torch.tensor([document.ids]), taps=TAPS)
         scale = float(plain.last_BTD.abs().max())
         assert (together.last_TD[:-1] - plain.last_BTD[0, :-1]).abs().max() <= TOLERANCE[dtype] * scale
+
+
+def test_rows_of_like_length_go_together(target: FrozenTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a group is padding at most, on a CPU none is larger than its caches; the order is that of the rows."""
+    assert alike([3, 40, 20, 19, 41, 1, 2]) == [[4, 1], [2, 3], [0, 6], [5]]
+    assert alike([3, 40, 20, 19, 41, 1, 2], 41) == [[4], [1], [2, 3], [0, 6], [5]]
+    assert alike([]) == []
+    rows = [torch.arange(length) for length in (3, 9, 2, 8, 30)]
+    whole = forward_states(target, rows, taps=TAPS)
+    monkeypatch.setattr(states, "_CPU_POSITIONS", 10)
+    for (taps_TE, last_TD), (want_TE, want_TD), ids_T in zip(
+        forward_states(target, rows, taps=TAPS), whole, rows, strict=True
+    ):
+        assert len(taps_TE) == len(last_TD) == len(ids_T)
+        torch.testing.assert_close(taps_TE, want_TE, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(last_TD, want_TD, rtol=1e-4, atol=1e-5)
 
 
 def test_other_ids_have_other_states(target: FrozenTarget) -> None:

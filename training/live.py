@@ -52,16 +52,15 @@ class LiveFeatures:
         return {"documents": self.store.identity, "computed_in": str(self.target.dtype).removeprefix("torch.")}
 
     def read_batch(self, refs: Sequence[DocumentRef], max_length: int | None) -> list[TargetFeatures]:
-        """Documents, cut at `max_length`, in a few forwards over those of like length."""
+        """Documents, cut at `max_length`."""
         documents = [truncate(self.store.read(ref), max_length) for ref in refs]
         # The last position of a whole document has no state: nothing is predicted from it.
         rows = [document.ids_T[: ref.length - 1] for ref, document in zip(refs, documents, strict=True)]
-        found: dict[int, TargetFeatures] = {}
-        for group in _alike([len(ids_T) for ids_T in rows]):
-            states = forward_states(self.target, [rows[index] for index in group], taps=self.needs.taps)
-            for index, (taps_TE, last_TD) in zip(group, states, strict=True):
-                found[index] = self._features(documents[index], taps_TE, last_TD, refs[index].answer_start)
-        return [found[index] for index in range(len(refs))]
+        states = forward_states(self.target, rows, taps=self.needs.taps)
+        return [
+            self._features(document, taps_TE, last_TD, ref.answer_start)
+            for ref, document, (taps_TE, last_TD) in zip(refs, documents, states, strict=True)
+        ]
 
     @torch.no_grad()
     def _features(self, document: TargetFeatures, taps_TE: Tensor, last_TD: Tensor, start: int) -> TargetFeatures:
@@ -80,14 +79,3 @@ class LiveFeatures:
 def _filled(states: Tensor, length: int) -> Tensor:
     """A copy with zeros up to `length`."""
     return torch.cat([states, states.new_zeros(length - len(states), states.shape[1])])
-
-
-def _alike(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices in groups, none of which has a member of less than half its longest: so padding stays below a half."""
-    groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if groups and 2 * lengths[index] >= lengths[groups[-1][0]]:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups

@@ -9,6 +9,7 @@ The module knows documents as token ids. It does not know conversations, files, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from heads.base import TargetFeatures
 from heads.target import FrozenTarget
 from training.chat import Encoded
 
+_CPU_POSITIONS = 2048  # of one forward: those of more leave the processor's caches, and padding is computed for nothing
 _LOGITS_CHUNK = 1024  # positions whose logits over the whole vocabulary exist at the same time
 
 
@@ -49,11 +51,10 @@ class StatesReader(Protocol):
 
 @torch.inference_mode()
 def known_states(target: FrozenTarget, documents: Sequence[Encoded], *, taps: Sequence[int]) -> list[Answer]:
-    """States of documents whose ids are known, by one forward over all of them; each row comes back as if it had been
-    alone (up to rounding).
+    """States of documents whose ids are known; each row comes back as if it had been alone (up to rounding).
 
-    In a document everything from its first supervised position on is supervised. Memory grows with rows times the
-    longest of them, so rows of like lengths go together.
+    In a document everything from its first supervised position on is supervised. On a GPU
+    memory grows with their number times the longest of them.
     Raises what the model raises on ids that it cannot take, and RuntimeError when states are not finite.
     """
     states = forward_states(target, [torch.tensor(document.ids) for document in documents], taps=taps)
@@ -85,16 +86,36 @@ def with_states(
 
 @torch.no_grad()
 def forward_states(target: FrozenTarget, rows: Sequence[Tensor], *, taps: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Tapped [T, E] and last states [T, D] of each row of ids, by one forward over all of them.
+    """Tapped [T, E] and last states [T, D] of each row of ids, in a few forwards over those of like length.
 
     Nothing of the target is changed meanwhile, so that it may decode in another thread.
     """
-    # Padding on the right needs no mask: attention is causal, so no position of a row sees it.
-    ids_BT = pad_sequence(list(rows), batch_first=True).to(target.device)
-    output: Any = target.model.base_model(input_ids=ids_BT, use_cache=False, output_hidden_states=bool(taps))
-    last_BTD = output.last_hidden_state
-    taps_BTE = torch.cat([output.hidden_states[tap] for tap in taps], -1) if taps else last_BTD[..., :0]
-    return [(taps_BTE[row, : len(ids_T)], last_BTD[row, : len(ids_T)]) for row, ids_T in enumerate(rows)]
+    states: dict[int, tuple[Tensor, Tensor]] = {}
+    most = _CPU_POSITIONS if target.device.type == "cpu" else math.inf
+    for group in alike([len(ids_T) for ids_T in rows], most):
+        # Padding on the right needs no mask: attention is causal, so no position of a row sees it.
+        ids_BT = pad_sequence([rows[index] for index in group], batch_first=True).to(target.device)
+        output: Any = target.model.base_model(input_ids=ids_BT, use_cache=False, output_hidden_states=bool(taps))
+        last_BTD = output.last_hidden_state
+        taps_BTE = torch.cat([output.hidden_states[tap] for tap in taps], -1) if taps else last_BTD[..., :0]
+        for row, index in enumerate(group):
+            length = len(rows[index])
+            states[index] = taps_BTE[row, :length], last_BTD[row, :length]
+    return [states[index] for index in range(len(rows))]
+
+
+def alike(lengths: Sequence[int], most: float = math.inf) -> list[list[int]]:
+    """Indices in groups, the longest first: padding stays below a half of each, and none has more than `most` positions
+    with it, but where one row has."""
+    groups: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        if groups and 2 * lengths[index] >= longest and (len(groups[-1]) + 1) * longest <= most:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            longest = lengths[index]
+    return groups
 
 
 def check_finite(answers: list[Answer]) -> list[Answer]:
