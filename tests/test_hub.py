@@ -92,3 +92,12 @@ def test_what_the_hub_refuses_is_one_sentence(tmp_path: Path, hub: type[Hub], re
     with pytest.raises(UserError, match=rf"push={repository} failed .* give org/name of a repository"):
         push(tmp_path / "export", repository, manifest)
     assert not hub.stored
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its errors are those of whatever library asks."""
+    manifest = export_head(tiny_head(), tmp_path / "export", target_fingerprint=FINGERPRINT, target_path="t")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(UserError, match=r"push=org/name failed .* give org/name of a repository"):
+        push(tmp_path / "export", "org/name", manifest)

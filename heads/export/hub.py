@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from httpx import HTTPError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # the one it asks with, by whatever name
 
 from heads.artifact import MANIFEST, UserError
 
@@ -28,7 +28,7 @@ def push(folder: str | Path, repository: str, manifest: Mapping[str, Any]) -> st
             allow_patterns=files,
             commit_message=f"{manifest['head']['name']} draft head for {manifest['target']['name']}",
         )
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, HTTPError) as error:
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, httpx.HTTPError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"push={repository} failed ({reason}); give org/name of a repository that you may write to, and log in "
