@@ -34,7 +34,7 @@ class ProofSettings:
     """
 
     gamma: int = 4
-    tree: Mapping[str, int | None] | None = None
+    tree: Mapping[str, int | None] | None = field(default_factory=lambda: {"top_k": 4, "nodes": 12})
     requests: int = 24
     max_new_tokens: int = 48
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")

@@ -348,6 +348,10 @@ class DraftHead(Learner):
         return BlockSizes.of(target.config, target.vocab_size)
 
     @classmethod
+    def check_donor(cls, target: FrozenTarget) -> None:
+        """Raises UserError where the target lacks what `initialise` takes from it; most heads find theirs in any."""
+
+    @classmethod
     def for_target(
         cls, target: FrozenTarget, vocab: DraftVocabulary, *, from_target: bool = True, **arguments: Any
     ) -> Self:

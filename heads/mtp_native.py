@@ -11,11 +11,14 @@ format, no sampling rule and no optimizer.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -70,22 +73,26 @@ class NativeMTPHead(SelfFedHead):
         facts: dict[str, Any] = json.loads(target.config.to_json_string())
         return facts
 
+    @classmethod
+    def check_donor(cls, target: FrozenTarget) -> None:
+        """By the names of the stored weights alone; those in pickles are not looked at."""
+        folder = Path(target.model.config.name_or_path)
+        here = [re.compile(pattern) for pattern in _names(target.num_layers)]
+        unknown = not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin"))
+        if not unknown and not any(one.search(name) for name in _stored(folder) for one in here):
+            raise _without_module(target, "its weights name none")
+
     @torch.no_grad()
     def initialise(self, target: FrozenTarget) -> None:
         """Take the weights from the target's checkpoint. Raises UserError when it has none."""
         donor, layers = _donor(self.arguments["sizes"]), target.num_layers
         donor.config.name_or_path = target.model.config.name_or_path
         donor.config.dtype = torch.float32
-        # Which tensors are the module's: a layer behind the last, or a part called mtp.
-        donor._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layers}\.", r"(^|\.)mtp\."]
+        donor._keys_to_ignore_on_load_unexpected = _names(layers)
         try:
             given = MtpModel.from_pretrained(donor)
         except (OSError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"The target at {target.path} has no MTP module that can be read ({reason}); set head=mtp to train one "
-                f"from the beginning."
-            ) from error
+            raise _without_module(target, str(error).strip().splitlines()[0]) from error
         self.module.load_state_dict(given.layers[0].state_dict())
 
     def loss(self, features: TargetFeatures) -> LossSums:
@@ -179,6 +186,28 @@ class NativeMTPHead(SelfFedHead):
         )
         output_BMD = module.post_norm(raw_BMD)
         return (output_BMD if self.norm_output else raw_BMD), output_BMD
+
+
+def _names(layers: int) -> list[str]:
+    """Which tensors of a checkpoint are the module's: those of a layer behind the last, or of a part called mtp."""
+    return [rf"model\.layers\.{layers}\.", r"(^|\.)mtp\."]
+
+
+def _stored(folder: Path) -> Iterator[str]:
+    """The names of all weights in the safetensors files of a folder."""
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt") as weights:
+                yield from weights.keys()
+        except SafetensorError as error:
+            raise UserError(f"{file} cannot be read ({error}); fetch the target anew.") from error
+
+
+def _without_module(target: FrozenTarget, reason: str) -> UserError:
+    return UserError(
+        f"The target at {target.path} has no MTP module that can be read ({reason}); set head=mtp to train one from "
+        f"the beginning."
+    )
 
 
 class _Unrounded(nn.Module):

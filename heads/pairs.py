@@ -17,6 +17,8 @@ from heads.base import DraftHead, FeatureNeeds, LossSums, Projection, TargetFeat
 from heads.losses import Objective, TargetRows, UnrolledSums, unrolled_loss
 from heads.vocab import DraftVocabulary
 
+MOST_PASSES = 64
+
 
 class PairHead(DraftHead):
     """A head that learns `depth` passes from each start.
@@ -38,8 +40,7 @@ class PairHead(DraftHead):
         eta: float,
         own: Mapping[str, Any],
     ) -> None:
-        if depth < 1:
-            raise UserError(f"head.depth={depth} trains nothing; give at least 1.")
+        check_passes(depth)
         arguments = {"depth": depth, "loss": loss, "decay": decay, "eta": eta, **own}
         super().__init__(needs=needs, vocab=vocab, arguments=arguments)
         self.depth, self.objective = depth, Objective(kind=loss, decay=decay, eta=eta)
@@ -68,6 +69,17 @@ class PairHead(DraftHead):
         rows = target_rows(features, starts_N, self.draftable, self.vocab)
         read = projection or self.draftable.projection
         return unrolled_loss(hidden_KND, read, rows, valid_KN, self.objective, compiled=self.compiled)
+
+
+def check_passes(depth: int) -> None:
+    """Raises UserError on a depth that trains nothing, or more than any decoder drafts."""
+    if depth < 1:
+        raise UserError(f"head.depth={depth} trains nothing; give at least 1.")
+    if depth > MOST_PASSES:
+        raise UserError(
+            f"head.depth={depth} is beyond any sense, as each pass costs training as much as the first and drafts that "
+            f"long are never accepted; give at most {MOST_PASSES}, 4 to 7 are usual."
+        )
 
 
 def supervised_pairs(supervised_T: Tensor, lengths: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
 
 PROJECTIONS = ("target", "own")
+MOST_BLOCKS = 64  # of a depth; one is usual
 
 
 class Stack(nn.Module):
@@ -94,10 +95,10 @@ class StackedHead(PairHead):
         **own: Any,
     ) -> None:
         self.sizes = sizes if isinstance(sizes, BlockSizes) else BlockSizes(**sizes)
-        if blocks < 1 or projection not in PROJECTIONS:
+        if not 1 <= blocks <= MOST_BLOCKS or projection not in PROJECTIONS:
             raise UserError(
-                f"head.blocks={blocks} head.projection={projection}: there is at least 1 block, and the projection is "
-                f"one of {', '.join(PROJECTIONS)}."
+                f"head.blocks={blocks} head.projection={projection}: there are 1 to {MOST_BLOCKS} blocks, and the "
+                f"projection is one of {', '.join(PROJECTIONS)}."
             )
         own |= {"sizes": asdict(self.sizes), "blocks": blocks, "projection": projection}
         super().__init__(needs=FeatureNeeds(), vocab=vocab, depth=depth, loss=loss, decay=decay, eta=eta, own=own)

@@ -10,8 +10,6 @@ import ctypes
 import gc
 import hashlib
 import inspect
-import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,15 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from jinja2 import TemplateError
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     Cache,
     DynamicCache,
     GenerationConfig,
@@ -41,6 +34,7 @@ from heads.artifact import MANIFEST, UserError, digest, read_manifest
 from heads.base import TargetWeights
 from heads.cache import BlockCache, growing_cache
 from heads.packed import for_packed_queries, group_attention, pack_linears
+from heads.target_files import load_tokenizer, loading, resolve
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 _WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin")
@@ -119,8 +113,8 @@ class FrozenTarget:
             raise UserError(f"target.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
         _check_template(template or {})
         tokenizer = load_tokenizer(path, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
-        folder, gguf_file = _resolve(str(path), gguf_file)
-        with _loading(path):
+        folder, gguf_file = resolve(str(path), gguf_file)
+        with loading(path):
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=DTYPES[dtype],
@@ -294,27 +288,6 @@ def _recurrent_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
     return tuple(sorted({kind for kind, state in zip(kinds, recurrent, strict=False) if state}))
 
 
-def load_tokenizer(
-    path: str | Path, *, gguf_file: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of a target, without its weights. Raises UserError when there is none."""
-    folder, gguf_file = _resolve(str(path), gguf_file)
-    options = {"gguf_file": gguf_file} if gguf_file else {}
-    with _loading(path):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
-
-
-def layers_told(path: str, *, trust_remote_code: bool = False) -> int | None:
-    """How many layers a target has as its config tells, without its weights; None where that cannot be read alone (a
-    GGUF file, no config): loading the target says what is wrong then."""
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
-    except (OSError, ValueError, KeyError, ImportError):
-        return None
-    layers: int = config.num_hidden_layers
-    return layers
-
-
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
@@ -357,25 +330,6 @@ def _check_template(template: Mapping[str, Any]) -> None:
             f"target.template={dict(template)} cannot set {wrong[0]}; name what the chat template itself asks for, "
             f"such as {{enable_thinking: false}}."
         )
-
-
-@contextmanager
-def _loading(path: str | Path) -> Iterator[None]:
-    """Whatever transformers finds wrong with a target's files, as one sentence."""
-    try:
-        yield
-    except ImportError as error:
-        reason = str(error).strip().splitlines()[0].removesuffix(".")
-        raise UserError(
-            f"The target at {path} needs a package that is not here ({reason}); install it, or set "
-            f"target.attention=sdpa where it is flash_attention_2."
-        ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"The target at {path} could not be loaded ({reason}); target.path= must name a folder, Hub id or GGUF "
-            f"file of a causal language model with its tokenizer."
-        ) from error
 
 
 def fingerprint_target(
@@ -432,27 +386,6 @@ def _sampled_digest(path: Path) -> str:
     return result.hexdigest()
 
 
-def _resolve(path: str, gguf_file: str | None) -> tuple[str, str | None]:
-    """A local folder for a path or Hub id, and the name of the GGUF file in it if that is what is loaded."""
-    if path.endswith(".gguf"):
-        path, gguf_file = str(Path(path).parent), Path(path).name
-    if Path(path).is_dir():
-        if gguf_file is not None and not (Path(path) / gguf_file).is_file():
-            raise UserError(f"There is no file {gguf_file} in {path}; correct target.gguf_file= or target.path=.")
-        return path, gguf_file
-    message = (
-        f"The target {path} is neither a folder nor a model on the Hub that can be reached; set target.path= to "
-        f"a folder, a Hub id such as org/model, or a .gguf file."
-    )
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise UserError(message)
-    patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"] + ([gguf_file] if gguf_file else ["*.safetensors"])
-    try:
-        return snapshot_download(path, allow_patterns=patterns), gguf_file
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise UserError(message) from error
-
-
 def _give_back() -> None:
     """Hand freed memory back to the system, which the C library keeps otherwise; only glibc has this call."""
     gc.collect()
@@ -480,14 +413,3 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (int(ids),)
-
-
-def quiet_transformers() -> None:
-    """Loading bars and advice of transformers belong in a log, not between our own lines."""
-    from transformers.utils import logging as transformers_logging
-
-    # PEFT asks transformers by the old name.
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    logging.getLogger("transformers").setLevel(logging.ERROR)

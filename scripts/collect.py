@@ -21,10 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from scripts.common import CRASHED, head_needs, is_main, launched_peers, load_target, script
+from scripts.common import CRASHED, find_target, head_needs, is_main, launched_peers, load_target, script
 from scripts.ranges import check_head, check_target
 from scripts.serving import extraction_settings, states_reader
-from scripts.settings import build, generation_settings, plain, server_settings, storage_settings
+from scripts.settings import (
+    build,
+    check_node,
+    generation_settings,
+    plain,
+    server_settings,
+    storage_settings,
+    train_settings,
+)
 
 if TYPE_CHECKING:
     from heads.base import FeatureNeeds
@@ -45,6 +53,8 @@ KEPT = {"stored": "", "online": "; the states are not kept, training computes th
 def run(cfg: DictConfig) -> None:
     """Fill traffic_dir and features_dir, as one of the processes of a launch or alone; what is finished is used as it
     is."""
+    if is_main():
+        print(f"collect   into {cfg.features_dir}", flush=True)
     from heads.artifact import MANIFEST, UserError
     from heads.foreign import check_interpreter
     from training.remote import is_remote
@@ -58,6 +68,9 @@ def run(cfg: DictConfig) -> None:
     server_settings(cfg)  # refuses what would fail after the prompts have been read
     storage_settings(cfg)
     generation_settings(cfg)
+    train_settings(cfg)
+    check_node(cfg, "traffic")
+    find_target(cfg)
     reads = extraction_settings(cfg)
     if reads is not None and not (Path(cfg.features_dir) / MANIFEST).is_file():
         check_interpreter(reads.python)
@@ -112,10 +125,23 @@ def fill_features(cfg: DictConfig, peers: Peers) -> None:
     if server is not None and server.counts:  # of this process
         say(f"          {', '.join(f'{what}: {count:,}' for what, count in server.counts.most_common())}")
     if manifest.get("cut_off"):
-        say(f"          {manifest['cut_off']} answers were cut off: they do not end with an end token of the target")
+        say(cut_off(cfg, manifest))
     say(
         f"          {manifest['documents']} answers, {manifest['supervised_tokens']:,} tokens to learn from "
         f"({manifest['tokens']:,} with prompts)\n{'':10}in {features}"
+    )
+
+
+def cut_off(cfg: DictConfig, manifest: Mapping[str, Any]) -> str:
+    """What becomes of the answers that do not end with an end token of the target, and what to do about them."""
+    count = f"{manifest['cut_off']} of {manifest['documents']}"
+    told = f"{'':10}{count} answers were cut off: the head learns from them as they are,\n{'':10}without an end"
+    if cfg.collect.answers == "logged":
+        return f"{told}; if the logs cut them off, that is how they were served"
+    longer = 2 * cfg.generation.max_new_tokens
+    return (
+        f"{told}; more of them end with generation.max_new_tokens={longer} (now {cfg.generation.max_new_tokens}),\n"
+        f"{'':10}under another name="
     )
 
 

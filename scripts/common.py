@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from scripts.help import answer, choices, nearest
-from scripts.settings import build, check_call, check_sections, check_start, check_target_path, plain
+from scripts.settings import build, check_call, check_sections, check_start, check_target_path, check_value, plain
 from training.processes import PeerFailed, Peers
 
 if TYPE_CHECKING:  # torch and transformers take seconds; a first line of output must not wait for them
@@ -253,21 +253,34 @@ def _tell_of_slow_bf16() -> None:
         print(_SLOW_BF16, flush=True)
 
 
-def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
-    """The target of the config, in its own number format or in `dtype`."""
-    import torch
-
+def find_target(cfg: DictConfig) -> None:
+    """Raises UserError where the target of the config is not there, before anything that takes long; of one on the Hub
+    no more than its configuration is fetched."""
     from heads.artifact import UserError
-    from heads.target import FrozenTarget, quiet_transformers
-    from training.devices import computes_bf16
+    from heads.target_files import check_is_there
 
-    quiet_transformers()
     check_target_path(cfg)
     if str(cfg.target.path).startswith("runs/targets/") and not Path(cfg.target.path).is_dir():
         raise UserError(
             f"The embedded target {cfg.target.path} has not been made yet; run `make setup`, in the folder of the "
             f"repository, or name a model of your own: target=custom target.path=my-org/my-model."
         )
+    check_value("target.path", cfg.target.path, str)
+    check_value("target.gguf_file", cfg.target.gguf_file, str | None)
+    check_is_there(cfg.target.path, gguf_file=cfg.target.gguf_file)
+
+
+def load_target(cfg: DictConfig, dtype: str | None = None) -> FrozenTarget:
+    """The target of the config, in its own number format or in `dtype`."""
+    import torch
+
+    from heads.artifact import UserError
+    from heads.target import FrozenTarget
+    from heads.target_files import quiet_transformers
+    from training.devices import computes_bf16
+
+    quiet_transformers()
+    find_target(cfg)
     options = plain(cfg.target)
     check_call(FrozenTarget.load, "target", options)
     if options["device"] == "auto":
@@ -354,6 +367,8 @@ def head_needs(cfg: DictConfig, target: FrozenTarget) -> Any:
     if wanted is not None:
         DraftVocabulary.choose(every, wanted, target.eos_token_ids)  # refuses what would fail after hours of answers
     made = _head_class(cfg)
+    if cfg.head.from_target and not cfg.train.init_from:
+        made.func.check_donor(target)
     with torch.device("meta"):
         head = made(sizes=made.func.sizes_of(target), vocab=DraftVocabulary.identity(1))
     parameter_groups(head, build(cfg, "optim"))  # refuses names of parameters that there are not

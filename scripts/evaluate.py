@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from eval.decode import Request
     from eval.report import Run
     from eval.static_tree import Measuring
+    from heads.target import FrozenTarget
     from heads.tree_draft import DynamicTree
 
 HEAD_FACTS = ("name", "sha256", "parameters", "steps", "seconds", "tokens", "draft_vocabulary")  # in the report
@@ -36,13 +37,7 @@ HEAD_FACTS = ("name", "sha256", "parameters", "steps", "seconds", "tokens", "dra
 
 def run(cfg: DictConfig) -> None:
     """Write runs/<name>/report; parts of an evaluation that are already there are not repeated."""
-    from rich.console import Console
-
-    from eval.report import build_report
-    from eval.report_table import render_table
-    from eval.suite import Suite
     from heads.artifact import provenance, read_manifest, write_manifest
-    from scripts.show import Steps
 
     folder, head_dir = Path(cfg.run_dir) / "report", Path(cfg.head_dir)
     plan = build(cfg, "eval", seed=cfg.seed)
@@ -50,6 +45,13 @@ def run(cfg: DictConfig) -> None:
     head_facts = read_manifest(head_dir, "head")
     name = head_facts["name"]
     print(f"evaluate  {name} of {head_dir} on the held-out requests", flush=True)
+    from rich.console import Console
+
+    from eval.report import build_report
+    from eval.report_table import render_table
+    from eval.suite import Suite
+    from scripts.show import Steps
+
     plan = within_reach(plan, head_dir)
     tree = plan_tree(cfg, plan.tree, "eval.tree", plan.gamma)
     requests = held_out_requests(cfg)
@@ -61,7 +63,7 @@ def run(cfg: DictConfig) -> None:
             plan=plan,
             folder=folder / "traces",
             identity=_identity(cfg, head_facts, tree),
-            load_target=lambda dtype: load_target(cfg, dtype),
+            load_target=lambda dtype: _loaded(cfg, dtype),
             make_proposers=lambda target: {
                 **proposers(name, head_dir, target, tree, steps.begin, steps.advance),
                 **build_rivals(cfg, target, requests),
@@ -91,6 +93,12 @@ def run(cfg: DictConfig) -> None:
     print(f"\n{report['verdict']}\nThe report to look at: {folder / 'report.html'}", flush=True)
     if dropped:
         print(dropped, flush=True)
+
+
+def _loaded(cfg: DictConfig, dtype: str) -> FrozenTarget:
+    """The target in a number format; the line says what is waited for."""
+    print(f"          loading the target in {dtype}", flush=True)
+    return load_target(cfg, dtype)
 
 
 def _identity(cfg: DictConfig, head: dict[str, Any], tree: DynamicTree | Measuring | None) -> dict[str, str]:

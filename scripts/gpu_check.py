@@ -68,7 +68,8 @@ def _identities(device: torch.device) -> Iterator[Identity]:
     from eval.exactness import identities
     from eval.proposers.prompt_lookup import PromptLookup
     from heads.eagle3 import Eagle3Head
-    from heads.target import FrozenTarget, quiet_transformers
+    from heads.target import FrozenTarget
+    from heads.target_files import quiet_transformers
     from heads.vocab import DraftVocabulary
 
     quiet_transformers()

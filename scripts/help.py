@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 WIDTH = 80
+_COLUMN = 21  # where what is said of a choice begins
 EXIT_CODES = {
     0: "done; what was finished before is used as it is",
     1: "a check did not pass (doctor, prove, serve_check, gpu_check, collect verify=true), or a fault of ours with its "
@@ -69,15 +70,15 @@ def page(main: Callable[..., Any], config: str) -> str:
     codes = [_wrapped(f"{code:<5}{meaning}", 7) for code, meaning in EXIT_CODES.items()]
     own = [] if config == "config" else [f"Settings of {name} alone:\n{_settings(config)}"]
     parts = [
-        _wrapped(" ".join(told.split()), 0, first=0),
+        _wrapped(" ".join(told.split()), 0, first=""),
         f"Usage: python -m scripts.{name} [group=choice …] [group.key=value …]",
         "Examples:\n" + "\n".join(map(_command, examples)),
-        *(_wrapped(one, 0, first=0) for one in prose),
+        *(_wrapped(one, 0, first="") for one in prose),
         *own,
         "Exit codes:\n" + "\n".join(codes),
         "Choices, * the usual one; their settings are in conf/<group>/<choice>.yaml:\n" + "\n".join(_groups(config)),
         f"Settings of all scripts:\n{_settings('config')}",
-        _wrapped(_OTHERS, 0, first=0),
+        _wrapped(_OTHERS, 0, first=""),
     ]
     return "\n\n".join(parts)
 
@@ -90,7 +91,7 @@ def choices(group: str) -> list[str]:
 
 
 def _groups(config: str) -> Iterator[str]:
-    """Every group with its choices and a line of each."""
+    """Every group with its choices and a sentence of each."""
     usual = set(re.findall(r"^  - (\w+: \[?\w+)", _text("config") + _text(config), re.MULTILINE))
     # accelerate/ holds files for `accelerate launch --config_file`, not choices.
     folders = [one for one in files("conf").iterdir() if one.is_dir() and one.name != "accelerate"]
@@ -101,7 +102,7 @@ def _groups(config: str) -> Iterator[str]:
         yield f"  {folder.name}"
         for choice in there:
             mark = "*" if {f"{folder.name}: {choice}", f"{folder.name}: [{choice}"} & usual else " "
-            yield _wrapped(f"{mark} {choice:<17}{_about(folder / f'{choice}.yaml')}", 21)
+            yield _wrapped(_about(folder / f"{choice}.yaml"), _COLUMN, first=f"  {mark} {choice:<{_COLUMN - 4}}")
 
 
 def _about(file: Traversable) -> str:
@@ -150,8 +151,8 @@ def _text(root: str) -> str:
     return (files("conf") / f"{root}.yaml").read_text() + "\n"
 
 
-def _wrapped(text: str, indent: int, *, first: int = 2) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=" " * first, subsequent_indent=" " * indent)
+def _wrapped(text: str, indent: int, *, first: str = "  ") -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=" " * indent)
 
 
 def nearest(key: str, config: str) -> list[str]:

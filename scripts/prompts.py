@@ -52,7 +52,7 @@ def train_requests(cfg: DictConfig, count: int) -> list[Request]:
 
 def tokenizer_of(cfg: DictConfig) -> Any:
     """The target's tokenizer, without its weights."""
-    from heads.target import load_tokenizer
+    from heads.target_files import load_tokenizer
 
     return load_tokenizer(
         cfg.target.path, gguf_file=cfg.target.gguf_file, trust_remote_code=cfg.target.trust_remote_code

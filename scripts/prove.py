@@ -49,6 +49,7 @@ def run(cfg: DictConfig) -> bool:
     print(f"prove     {head['name']} of {head_dir}: {len(requests)} held-out prompts", flush=True)
     proof = Certificate(damage=cfg.damage)
     for dtype in how.dtypes:
+        _say(f"loading the target in {dtype}")
         target = load_target(cfg, dtype)
         prove_on(proof, how, target, requests, _proposers(cfg, tree, target, requests), _say)
         del target  # before the next one is loaded

@@ -73,6 +73,7 @@ def check_head(cfg: DictConfig, made: Any) -> None:
     from heads.base import DraftHead
     from heads.layers import BlockSizes
     from heads.losses import Objective
+    from heads.pairs import check_passes
     from heads.vocab import DraftVocabulary
 
     wanted = cfg.head.get("draft_vocab_size")
@@ -84,8 +85,7 @@ def check_head(cfg: DictConfig, made: Any) -> None:
     _check_taps(cfg, made.keywords.get("taps") or ())
     if made.func.sizes_of.__func__ is not DraftHead.sizes_of.__func__:  # made of its target's own config
         told = made.keywords
-        if told["depth"] < 1:
-            raise UserError(f"head.depth={told['depth']} trains nothing; give at least 1.")
+        check_passes(told["depth"])
         Objective(kind=told["loss"], decay=told["decay"], eta=told["eta"])
         return
     sizes = BlockSizes(8, 8, 1, 1, 8, 8, _LAYERS, 8, 1e-6, {"rope_type": "default", "rope_theta": 1e4})
@@ -97,7 +97,7 @@ def _check_taps(cfg: DictConfig, of_head: Sequence[int]) -> None:
     """Taps of the config by themselves, and against the layers that the target's config tells of. Raises UserError."""
     from heads.artifact import MANIFEST, UserError
     from heads.base import FeatureNeeds
-    from heads.target import layers_told
+    from heads.target_files import layers_told
 
     for name, taps in {"head.taps": list(of_head), "collect.taps": list(cfg.collect.taps)}.items():
         if taps != sorted(set(taps)) or any(tap < 0 for tap in taps):

@@ -60,6 +60,7 @@ def _train_on(cfg: DictConfig, store: FeatureStore, settings: TrainSettings) -> 
     folder, main = Path(cfg.run_dir), is_main()
     say = print if main else (lambda *text, **options: None)
     check_head(cfg, build(cfg, "head", _partial_=True))
+    say(f"          loading the target {cfg.target.path}", flush=True)
     target = load_target(cfg)
     check_origin(cfg, store, target)
     donor = donor_of(cfg, target)
@@ -76,7 +77,7 @@ def _train_on(cfg: DictConfig, store: FeatureStore, settings: TrainSettings) -> 
     more = f" and an adapter of {learning / 1e6:.2f} M, which learns alone" if adapter else ""
     covered = vocab.coverage(store.token_counts().supervised_V)
     say(f"          {parameters / 1e6:.1f} M parameters{more}", flush=True)
-    say(f"          the draft vocabulary covers {covered:.1%} of the answers", flush=True)
+    say(f"          the draft vocabulary covers {covered:.1%} of the answers that it was chosen from", flush=True)
     result = train(
         head,
         source,
@@ -277,10 +278,7 @@ def choose_vocab(cfg: DictConfig, store: FeatureStore, target: Any) -> DraftVoca
     size = cfg.head.draft_vocab_size
     if size is None or size == target.vocab_size:
         return DraftVocabulary.identity(target.vocab_size)
-    counts = store.token_counts()
-    # A token seen only in prompts ranks behind every token of an answer.
-    ranked = counts.supervised_V.double() + counts.prompt_V.double() / (1 + counts.prompt_V.sum())
-    return DraftVocabulary.choose(ranked, size, special_ids=target.eos_token_ids)
+    return DraftVocabulary.choose(store.token_counts().ranks(), size, special_ids=target.eos_token_ids)
 
 
 @script(launched=True, one_folder=True)

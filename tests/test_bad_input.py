@@ -69,9 +69,16 @@ def test_only_what_shares_its_work_is_launched_several_times(
         ("\n\n", "is empty; give a file with one conversation per line"),
         ('{"messages": [{"role": "user", "content": "w1"', "not JSON (cut off in the last line): 1"),
         ("{]\nnothing\n", "not JSON: 2, first in line 1"),
-        ('{"text": "w1"}\n', "no messages: 1, first in line 1"),
+        (
+            '{"text": "w1", "label": 3}\n' * 2,
+            "no messages: 2, first in line 1); the first of these has the fields",
+        ),
+        ('{"text": "w1"}\n', "a row needs messages, turns, conversations, prompt, instruction with output, request"),
         ('{"messages": []}\n', "no user message: 1"),
-        ('{"messages": [{"role": "robot", "content": "w1"}]}\n', "unknown role: 1"),
+        (
+            '{"messages": [{"role": "robot", "content": "w1"}]}\n',
+            "unknown role: 1, first in line 1); mend them",
+        ),
         ('{"messages": [{"role": "user", "content": 5}]}\n', "content is not text: 1"),
         ("[1, 2]\n", "not an object: 1"),
         ("\x00\x01\x02\n", "not JSON: 1"),
@@ -135,18 +142,13 @@ def test_a_target_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
     assert "could not be loaded" in refuse(collect.run, f"target.path={tmp_path}")
     base = [f"traffic.path={tmp_path}/t.jsonl", "target=custom", "traffic=jsonl"]
     e2e.write_rows(tmp_path / "t.jsonl", e2e.conversations(20))
-    assert "Missing mandatory value: target.path; give it on the command line" in refuse(collect.run, base=base)
+    assert "target=custom needs target.path=<folder, Hub id or .gguf file>" in refuse(collect.run, base=base)
 
 
 def test_the_embedded_target_that_was_never_made(refuse: Refuse, tmp_path: Path) -> None:
     traffic = e2e.write_rows(tmp_path / "t.jsonl", e2e.conversations(20))
     message = refuse(collect.run, base=["traffic=jsonl", f"traffic.path={traffic}"])
     assert "smollm2-135m-instruct has not been made yet; run `make setup`" in message
-
-
-def test_a_target_that_is_not_named_is_asked_for_before_any_reading(refuse: Refuse, tmp_path: Path) -> None:
-    base = ["target=custom", "traffic=jsonl", "traffic.path=none.jsonl"]
-    assert refuse(pipeline.run, base=base) == "target=custom needs target.path=<folder, Hub id or .gguf file>."
 
 
 def test_a_target_without_a_template(refuse: Refuse, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from heads.artifact import UserError
 from heads.mtp_native import NativeMTPHead
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocabulary
-from scripts import doctor, doctor_page
+from scripts import collect, doctor, doctor_page
 from scripts.common import build_head, load_target
 from scripts.prompts import first_turns
 from tests import e2e
@@ -81,8 +81,22 @@ def test_a_healthy_target_passes(place: e2e.Place) -> None:
     before = e2e.stamps(place.cwd)
     output = e2e.call(place, "doctor", "generation.max_new_tokens=8")
     assert output.returncode == 0, output.stdout + output.stderr
-    assert output.stdout.startswith("doctor    reading the traffic\n") and "\x1b" not in output.stdout
-    for fact in ("60 read, 60 kept", "ends with <|end|> (2)", "100.0%", "⟦w", "≤ 16", "nothing is wrong", *HEADS):
+    lines = output.stdout.splitlines()
+    assert lines[0] == "doctor    looking at the settings" and "\x1b" not in output.stdout
+    before_each = [f"traffic   reading {place.traffic}", f"target    loading {place.target}", "prompts   rendering"]
+    before_each += ["answers   the target writes", "vocabulary counting", "cost      measuring"]
+    told = [next(at for at, line in enumerate(lines) if line.startswith(words)) for words in before_each]
+    assert told == sorted(told) and all(lines[at + 1] == lines[at].split()[0] for at in told), "before the section"
+    for fact in (
+        "1 file as messages (found out: traffic.format=auto)",
+        "60 read, 60 kept",
+        "ends with <|end|> (2)",
+        "100.0%",
+        "⟦w",
+        "≤ 16",
+        "nothing is wrong",
+        *HEADS,
+    ):
         assert fact in output.stdout
     assert e2e.stamps(place.cwd) == before, "it writes nothing"
 
@@ -194,6 +208,43 @@ def test_offered_tools_are_part_of_the_prompts(place: e2e.Place, tmp_path: Path)
     sections = examine(e2e.Place(path, traffic, tmp_path), last="answers")
     assert all(sample.pieces[0][0].startswith("w9 w9 <|user|>") for sample in sections["answers"].samples)
     assert "half up to 6" in told(sections["prompts"])
+
+
+def test_turns_are_not_called_conversations(place: e2e.Place) -> None:
+    """Sixty conversations, of which every third has two turns."""
+    assert "80, the turns of 60 conversations; 80 of them can be asked" in told(
+        examine(place, last="prompts")["prompts"]
+    )
+
+
+def test_a_target_that_cannot_be_is_refused_before_the_traffic_is_read(
+    place: e2e.Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not named, not there, or with a config.json that is none."""
+    broken = other_target(tmp_path, lambda folder: (folder / "config.json").write_text("[]") and None)
+    traffic = ["traffic=jsonl", "traffic.path=/no/such/file.jsonl"]
+    for more, words in (
+        ([], "target=custom needs target.path="),
+        (["target.path=/no/model"], "/no/model is neither a folder nor a model on the Hub"),
+        ([f"target.path={broken}"], "could not be loaded (its config.json holds no JSON object)"),
+    ):
+        assert words in e2e.sentence(doctor.run, e2e.config("target=custom", *more, *traffic, name="doctor"), capsys)
+
+
+def test_a_module_that_the_target_lacks_does_not_fit(
+    place: e2e.Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = e2e.Place(save_tiny(tmp_path / "bare"), place.traffic, tmp_path)
+    for here, said in ((place, "fits"), (bare, "not for this target")):
+        (row,) = [row for row in examine(here)["cost"].table if row[0] == "mtp_native"]
+        assert said in row
+    line = [*e2e.uses(bare.target, bare.traffic), f"run_dir={tmp_path}/run", "traffic.held_out=0.3", "head=mtp_native"]
+    native = e2e.config(*line)
+    with pytest.raises(UserError, match="has no MTP module that can be read .*; set head=mtp"):
+        doctor.sizes_of(native, "the head", load_target(native))
+    assert "has no MTP module" in e2e.sentence(collect.run, native, capsys)
+    native.head.from_target = False
+    assert doctor.sizes_of(native, "the head", load_target(native)).trained > 0
 
 
 # ---- figures ----------------------------------------------------------------------------------------------------

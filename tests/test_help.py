@@ -48,6 +48,9 @@ def test_the_help_says_it_all(name: str, monkeypatch: pytest.MonkeyPatch, capsys
         for file in group.glob("*.yaml"):
             line = re.search(rf"^  [ *] {file.stem} +(\S.*)$", page, re.MULTILINE)
             assert (line is not None and len(line[0]) <= usage.WIDTH) or (group.name == "bench" and name != "bench")
+            said = usage._about(file)
+            assert line is None or said in " ".join(page.split()), "the whole sentence"
+            assert said.count("(") == said.count(")"), "a sentence that is not cut in the middle"
     assert all(f"\n  {code} " in page for code in (0, 1, 2, 130))
     assert "  global_batch_tokens: 2048" in page and "hydra:" not in page and "defaults:" not in page
 

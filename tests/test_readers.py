@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 import pytest
+from huggingface_hub import HfApi, constants
 
 from heads.artifact import UserError
 from heads.base import FeatureNeeds
@@ -268,6 +269,7 @@ def test_a_data_set_on_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> N
             taken.append(index)
             yield {"prompt": f"question {index}", "messages": None}
 
+    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: None)
     monkeypatch.setattr(datasets, "load_dataset", load)
     reading = read_files("hf://datasets/org/name", hub_config="small", hub_split="test", rows=7)
     assert len(reading.conversations) == 7 and len(taken) < 10
@@ -278,8 +280,26 @@ def test_a_data_set_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.M
     def load(*names: Any, **how: Any) -> Any:
         raise ConnectionError("no network\nat all")
 
+    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: None)
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(UserError, match=r"after 0 rows \(no network\); correct traffic\.path="):
+        read_files("hf://datasets/org/name")
+
+
+@pytest.mark.parametrize(
+    ("offline", "words"),
+    [(True, r"HF_HUB_OFFLINE=1 is set.*unset HF_HUB_OFFLINE"), (False, r"cannot be reached \(.*traffic\.path=")],
+)
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, offline: bool, words: str) -> None:
+    """The library itself would try for half a minute."""
+
+    def load(*names: Any, **how: Any) -> Any:
+        raise AssertionError("it was asked again")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    with pytest.raises(UserError, match=words):
         read_files("hf://datasets/org/name")
 
 

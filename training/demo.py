@@ -45,8 +45,8 @@ def read_demo(
     *,
     code: int | None = None,
     chat: int | None = None,
-    tools: int | None = None,
-    longest: int | None = None,
+    tools: int | None = 500,
+    longest: int | None = 1300,
     held_out: float = 0.1,
 ) -> Reading:
     """The three prompt sets.

@@ -51,6 +51,10 @@ def look_at_traffic(reading: Reading) -> Section:
         ("duplicates", f"copies of rows: {duplicates:,}; {repeated:,} more begin with a question asked before"),
     ]
     found: list[Finding] = []
+    if formats := reading.arguments.get("formats"):
+        named = ", ".join(f"{files:,} {'file' if files == 1 else 'files'} as {name}" for name, files in formats.items())
+        how = reading.arguments["format"]
+        rows.insert(0, ("format", f"{named} ({'found out' if how == 'auto' else 'as asked'}: traffic.format={how})"))
     if reading.rejected:
         rows.append(("set aside", summary(reading.rejected)))
     if not held or not train:
@@ -207,7 +211,7 @@ def look_at_prompts(
         [lengths[min(len(lengths) - 1, int(q * len(lengths)))] for q in (0.5, 0.95, 0.99)] if lengths else [0] * 3
     )
     rows = (
-        ("prompts", f"{asked:,} of {count:,} conversations; {len(fitting):,} can be asked"),
+        ("prompts", f"{asked:,}, the turns of {count:,} conversations; {len(fitting):,} of them can be asked"),
         ("tokens", "half up to {}, 95 % up to {}, 99 % up to {}".format(*quantile)),
     )
     found = _prompt_findings(target, generation, lengths, refused, fitting=len(fitting), good=quantile[2])

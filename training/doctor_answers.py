@@ -1,4 +1,4 @@
-"""The doctor on answers: a few of them, the draft vocabulary they ask for, and what collecting and training will cost.
+"""The doctor on answers: a few of them, and what collecting and training will cost.
 
 What is measured is measured on this target here; the formula is that of `training.estimate`. Nothing is written.
 """
@@ -6,16 +6,12 @@ What is measured is measured on this target here; the formula is that of `traini
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from heads.artifact import UserError
 from heads.target import FrozenTarget
-from heads.vocab import DraftVocabulary
 from training.chat import ChatEncoder, MaskError
 from training.diagnosis import DoctorSettings, Finding, Sample, Section
 from training.doctor import Prompts
@@ -27,13 +23,11 @@ from training.store import STORED, FeatureStore, Storage, check_disk
 from training.traffic import Conversation
 
 _BATCH = 8  # prompts that are answered together, or more where more are shown
-_SIZES = (4096, 8192, 16384, 32768)
 _DISK = {
     STORED: "positions · ((taps + last) · width · bytes + 9)",
     Storage(dtype="fp8"): "positions · (taps · (width + 4) + last · width · bytes + 9): taps in FP8 (collect.dtype)",
     Storage(states="online"): "positions · 5: states are computed in training (collect.states=online)",
 }
-_ENOUGH = 0.98  # share of the tokens that a draft vocabulary should cover
 
 
 @dataclass(frozen=True)
@@ -135,67 +129,6 @@ def _as_rendered(target: FrozenTarget, encoder: ChatEncoder, conversation: Conve
 def _pieces(target: FrozenTarget, answer: Answer) -> tuple[tuple[str, bool], ...]:
     ids, start = answer.ids_T.tolist(), answer.answer_start
     return (target.tokenizer.decode(ids[:start]), False), (target.tokenizer.decode(ids[start:]), True)
-
-
-@dataclass(frozen=True)
-class TokenUse:
-    """How often each token was seen where a draft vocabulary is chosen [V] and where it is measured [V], and what was
-    counted: in words, and whether these were answers."""
-
-    chosen_V: Tensor
-    measured_V: Tensor
-    source: str
-    answers: bool
-
-    @classmethod
-    def of(cls, target: FrozenTarget, prompts: Prompts, held_out: set[str], store: FeatureStore | None) -> TokenUse:
-        """Of the collected answers; where there are none, of the prompts, measured on the held-out ones."""
-        if store is not None:
-            counts = store.token_counts().supervised_V
-            return cls(counts, counts, "tokens of the collected answers", True)
-        sides = [torch.zeros(target.vocab_size, dtype=torch.long) for _ in range(2)]
-        for conversation, _, ids in prompts.fitting:
-            sides[conversation.id in held_out].add_(torch.bincount(torch.tensor(ids), minlength=target.vocab_size))
-        return cls(*sides, "tokens of the held-out prompts, chosen on the others; a guess until collected", False)
-
-    def coverage(self, size: int, special_ids: Sequence[int]) -> float:
-        """Share of the measured tokens in the vocabulary of that size."""
-        return DraftVocabulary.choose(self.chosen_V, size, special_ids).coverage(self.measured_V)
-
-
-def look_at_vocabulary(target: FrozenTarget, use: TokenUse, wanted: int | None) -> Section:
-    """Coverage of draft vocabularies; wanted: the size that the head is to have, None for the whole."""
-    sizes = sorted({size for size in (*_SIZES, wanted) if size is not None and size < target.vocab_size})
-    covered = {size: use.coverage(size, target.eos_token_ids) for size in sizes} | {target.vocab_size: 1.0}
-    distinct = int((use.chosen_V > 0).sum())
-    table = (
-        ("draft vocabulary", "covers"),
-        *(
-            (f"{size:,}" + (" (head.draft_vocab_size)" if size == wanted else ""), f"{share:.1%}")
-            for size, share in covered.items()
-        ),
-    )
-    rows = (("counted", use.source), ("distinct", f"{distinct:,} of {target.vocab_size:,} tokens occur"))
-    found: list[Finding] = []
-    if wanted is not None and wanted > target.vocab_size:
-        found.append(
-            Finding(
-                True,
-                f"head.draft_vocab_size={wanted} is beyond the {target.vocab_size} tokens of the "
-                f"target; set head.draft_vocab_size=null or a number below.",
-            )
-        )
-    elif wanted is not None and use.answers and covered[wanted] < _ENOUGH:
-        better = next(size for size, share in covered.items() if share >= _ENOUGH)
-        value = "null" if better == target.vocab_size else str(better)
-        found.append(
-            Finding(
-                False,
-                f"head.draft_vocab_size={wanted} covers {covered[wanted]:.1%} of the tokens, and the "
-                f"others can never be accepted; set head.draft_vocab_size={value}.",
-            )
-        )
-    return Section("vocabulary", rows, table=table, findings=tuple(found))
 
 
 def workload(

@@ -43,6 +43,21 @@ _MASKS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
 _UNSUPERVISED = -100  # as a label
 
 
+NOT_RECOGNISED = ("no messages", "no conversations", "no prompt", "not an object", "no token ids")
+"""How the reasons begin with which a row is refused that has nothing of its format."""
+NEEDED = "messages, turns, conversations, prompt, instruction with output, request with response, or input_ids"
+"""The fields by which a row is recognised, in words."""
+
+
+def fields_of(text: str) -> list[str]:
+    """The fields of a row, out of its text; none where it is no object."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    return [str(key)[:40] for key in row][:12] if isinstance(row, dict) else []
+
+
 def format_of(row: Any) -> str | None:
     """The format that a row has, None where it has none of them."""
     if isinstance(row, str):

@@ -50,8 +50,8 @@ class OptimSettings:
             raise UserError(f"optim.name={self.name} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
         if self.schedule not in SCHEDULES:
             raise UserError(f"optim.schedule={self.schedule} is unknown; choose one of {', '.join(SCHEDULES)}.")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise UserError(f"optim.lr={self.lr} must be a positive number; 1e-3 is a good start.")
+        if not 0 < self.lr <= 1:
+            raise UserError(f"optim.lr={self.lr} must be a positive number, at most 1; 1e-3 is a good start.")
         if self.name != "muon" and self.momentum is not None:
             raise UserError(f"optim.momentum={self.momentum} is Muon's; set it to null, or choose optim=muon.")
         self._check_numbers()
@@ -65,8 +65,9 @@ class OptimSettings:
         clips = {"clip_norm": self.clip_norm, "clip_value": self.clip_value}
         allowed = {
             "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1, such as [0.9, 0.95]"),
-            "eps": (math.isfinite(self.eps) and self.eps > 0, "a positive number such as 1e-8"),
-            "weight_decay": (math.isfinite(self.weight_decay) and self.weight_decay >= 0, "0 or a positive number"),
+            "eps": (0 < self.eps <= 1, "a positive number such as 1e-8, at most 1"),
+            # A step takes lr · weight_decay of each weight away.
+            "weight_decay": (0 <= self.weight_decay <= 1 / self.lr, "0 or a positive number, at most 1 / optim.lr"),
             **{
                 name: (value is None or (math.isfinite(value) and value > 0), "a positive number, or null for none")
                 for name, value in clips.items()
@@ -76,8 +77,8 @@ class OptimSettings:
                 "a number from 0 to below 1, or null for 0.95",
             ),
             "lr_multipliers": (
-                all(math.isfinite(factor) and factor >= 0 for factor in self.lr_multipliers.values()),
-                "factors of 0 (frozen) or more",
+                all(0 <= factor <= 1 / self.lr for factor in self.lr_multipliers.values()),
+                "factors of 0 (frozen) or more, at most 1 / optim.lr",
             ),
         }
         for name, (good, rule) in allowed.items():

@@ -18,13 +18,13 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from heads.artifact import UserError
 from training.cleaning import Cleaning, NearDuplicates, redacted_id, redacted_message, redacted_tool
-from training.formats import FORMATS, TOKENS, chat_of, choose_format, tokens_of
+from training.formats import FORMATS, NEEDED, NOT_RECOGNISED, TOKENS, chat_of, choose_format, fields_of, tokens_of
 from training.messages import RowError, has_empty_answer, logged_of, text_of, tools_of, turns_of
 from training.sources import HUB, RawRow, find_files, read_file, read_hub
 from training.traffic import LOGGED, REGENERATE, Conversation, Reading, Rejected, hash_of, summary
@@ -32,6 +32,7 @@ from training.traffic import LOGGED, REGENERATE, Conversation, Reading, Rejected
 logger = logging.getLogger(__name__)
 
 _BY_CONTENT = "sha256-"  # how ids begin that stand for the content
+_SHOWN = 80  # characters of a row that an error shows
 _LOOKED_AT = 64  # rows of a file that decide on its format
 
 
@@ -209,11 +210,25 @@ class Rows:
             raise UserError(f"{where} is empty; give a file with one conversation per line.")
         if not self._kept:
             raise UserError(
-                f"None of the rows of {where} can be used ({summary(self._rejected)}); mend them, or "
-                f"name their format with traffic.format=."
+                f"None of the rows of {where} can be used, {len(self._rejected):,} in all "
+                f"({summary(self._rejected)}); {_remedy(self._rejected)}."
             )
         chosen = _choose(self._kept.values(), limits)
         return Reading(tuple(chosen), tuple(self._rejected), len(self._kept) - len(chosen), held_out, arguments)
+
+
+def _remedy(rejected: Sequence[Rejected]) -> str:
+    """What to do where no row could be used, by the commonest reason."""
+    ((reason, _),) = Counter(item.reason for item in rejected).most_common(1)
+    if "traffic." in reason:
+        return "give other rows, or loosen the setting that is named there"
+    row = next(item.row for item in rejected if item.reason == reason)
+    if reason.startswith(NOT_RECOGNISED):
+        fields = fields_of(row)
+        seen = f"the first of these has the fields {', '.join(fields)}, and a" if fields else "a"
+        return f"{seen} row needs {NEEDED}: rename its fields, or set traffic.format=auto, which finds the format out"
+    shown = " ".join(row.split())
+    return f"mend them (the first is {shown[:_SHOWN]!r}{'…' if len(shown) > _SHOWN else ''}), or give other rows"
 
 
 def parse_row(

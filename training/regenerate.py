@@ -11,7 +11,6 @@ why.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,16 +36,16 @@ class Generation:
     temperature: float = 0.0
     top_p: float = 1.0
     answers: int = 1
-    max_new_tokens: int = 256
-    max_prompt_tokens: int = 1024
-    batch_size: int = 32
+    max_new_tokens: int = 160
+    max_prompt_tokens: int = 480
+    batch_size: int = 48
     seed: int = 0
 
     def __post_init__(self) -> None:
         allowed = {
-            "temperature": (0 <= self.temperature < math.inf, "≥ 0 and finite"),
+            "temperature": (0 <= self.temperature <= 100, "≥ 0 and finite, at most 100"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "answers": (self.answers >= 1, "≥ 1"),
+            "answers": (1 <= self.answers <= 1000, "≥ 1 and at most 1000"),
             "max_new_tokens": (self.max_new_tokens >= 1, "≥ 1"),
             "max_prompt_tokens": (self.max_prompt_tokens >= 1, "≥ 1"),
             "batch_size": (self.batch_size >= 1, "≥ 1"),

@@ -13,6 +13,7 @@ from heads.compiled import check_compiler
 from training.optim import OptimSettings
 
 MEANS = ("token", "sequence")
+_MOST = {"epochs": 10_000, "accumulation": 10_000}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,17 +31,17 @@ class TrainSettings:
     micro-batches read in the background.
     """
 
-    epochs: int = 1
+    epochs: int = 5
     max_steps: int | None = None
-    global_batch_tokens: int = 8192
+    global_batch_tokens: int = 2048
     max_length: int | None = 2048
     accumulation: int = 1
-    mixed_precision: str = "no"
+    mixed_precision: str = "bf16"
     mean: str = "token"
     gradient_checkpointing: bool = False
     compile: bool = False
     seed: int = 0
-    save_every: int = 200
+    save_every: int = 100
     keep: int = 2
     log_every: int = 10
     eval_every: int | None = None
@@ -64,6 +65,9 @@ class TrainSettings:
         for name, value in asdict(self).items():
             if name in least and value is not None and value < least[name]:
                 raise UserError(f"train.{name}={value} is not possible; give at least {least[name]}.")
+        for name, most in _MOST.items():
+            if vars(self)[name] > most:
+                raise UserError(f"train.{name}={vars(self)[name]} is beyond any sense; give at most {most}.")
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide which weights come out; the others may change when a run continues."""

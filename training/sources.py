@@ -29,6 +29,7 @@ HUB = "hf://datasets/"
 _LINES, _JSON, _PARQUET, _TEXT = (".jsonl", ".ndjson"), (".json",), (".parquet",), (".txt",)
 _PACKED = (".gz", ".zst")
 _DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
+_PATIENCE = 30.0  # seconds
 DAMAGED = "the compressed file is damaged from here on"
 
 
@@ -84,6 +85,7 @@ def read_hub(name: str, *, config: str | None, split: str) -> Iterator[RawRow]:
 
     Raises UserError when it cannot be reached, whenever that is.
     """
+    _check_reachable(name)
     import datasets  # slow to import and seldom needed
 
     number = 0
@@ -95,6 +97,24 @@ def read_hub(name: str, *, config: str | None, split: str) -> Iterator[RawRow]:
         raise UserError(
             f"The data set {name} cannot be read after {number} rows ({_first_line(error)}); correct traffic.path=, "
             f"traffic.hub_config= or traffic.hub_split=, or mend the connection."
+        ) from error
+
+
+def _check_reachable(name: str) -> None:
+    """One question without retries, where the library would ask again and again for half a minute. Raises UserError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.utils import httpx
+
+    try:
+        HfApi().dataset_info(name.removeprefix(HUB), timeout=_PATIENCE)
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        offline = isinstance(error, OfflineModeIsEnabled)
+        reason = "HF_HUB_OFFLINE=1 is set, and it is read over the wire" if offline else _first_line(error)
+        remedy = "unset HF_HUB_OFFLINE" if offline else "correct traffic.path=, log in with `hf auth login`, or connect"
+        raise UserError(
+            f"The data set {name} cannot be reached ({reason.removesuffix('.')}); {remedy}, or give files of it as "
+            f"traffic.path=."
         ) from error
 
 

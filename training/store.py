@@ -103,6 +103,11 @@ class TokenCounts(NamedTuple):
     supervised_V: Tensor
     prompt_V: Tensor
 
+    def ranks(self) -> Tensor:
+        """What a draft vocabulary is chosen by [V]: a token seen only in prompts ranks behind every token of an
+        answer."""
+        return self.supervised_V.double() + self.prompt_V.double() / (1 + self.prompt_V.sum())
+
 
 def document_id(conversation: str, turn: int, answer: int | None) -> str:
     """The id of a turn's document, or of one of them where the turn has several answers."""
