@@ -20,7 +20,7 @@ from heads.cache import growing_cache
 from heads.target import FrozenTarget
 from training.chat import Encoded
 from training.regenerate import Generation, answer_batch, generation_config, seed_of
-from training.states import Answer, known_states
+from training.states import Answer, alike, at_once, known_states
 from training.store_writer import Document, StoreWriter
 
 
@@ -98,13 +98,15 @@ def collect_speed(
 
 @torch.inference_mode()
 def bare_forward(target: FrozenTarget, documents: Sequence[Encoded]) -> None:
-    """The least that predicts the answers of right-padded documents: all layers once, and the vocabulary projection at
-    the positions before the answers' tokens."""
-    longest = max(len(document.ids) for document in documents)
-    ids = [[*document.ids, *[0] * (longest - len(document.ids))] for document in documents]
-    output = target.model.base_model(input_ids=torch.tensor(ids, device=target.device), use_cache=False)
-    for row, document in enumerate(documents):
-        target.logits(output.last_hidden_state[row, document.answer_start - 1 : len(document.ids) - 1])
+    """The least that predicts the answers of documents, put together as `forward_states` does: all layers once, and the
+    vocabulary projection at the positions before the answers' tokens."""
+    lengths = [len(document.ids) for document in documents]
+    for group in alike(lengths, at_once(target)):
+        longest = max(lengths[index] for index in group)
+        ids = [[*documents[index].ids, *[0] * (longest - lengths[index])] for index in group]
+        output = target.model.base_model(input_ids=torch.tensor(ids, device=target.device), use_cache=False)
+        for row, index in enumerate(group):
+            target.logits(output.last_hidden_state[row, documents[index].answer_start - 1 : lengths[index] - 1])
 
 
 @torch.inference_mode()

@@ -91,8 +91,7 @@ def forward_states(target: FrozenTarget, rows: Sequence[Tensor], *, taps: Sequen
     Nothing of the target is changed meanwhile, so that it may decode in another thread.
     """
     states: dict[int, tuple[Tensor, Tensor]] = {}
-    most = _CPU_POSITIONS if target.device.type == "cpu" else math.inf
-    for group in alike([len(ids_T) for ids_T in rows], most):
+    for group in alike([len(ids_T) for ids_T in rows], at_once(target)):
         # Padding on the right needs no mask: attention is causal, so no position of a row sees it.
         ids_BT = pad_sequence([rows[index] for index in group], batch_first=True).to(target.device)
         output: Any = target.model.base_model(input_ids=ids_BT, use_cache=False, output_hidden_states=bool(taps))
@@ -102,6 +101,11 @@ def forward_states(target: FrozenTarget, rows: Sequence[Tensor], *, taps: Sequen
             length = len(rows[index])
             states[index] = taps_BTE[row, :length], last_BTD[row, :length]
     return [states[index] for index in range(len(rows))]
+
+
+def at_once(target: FrozenTarget) -> float:
+    """The most positions of one forward."""
+    return _CPU_POSITIONS if target.device.type == "cpu" else math.inf
 
 
 def alike(lengths: Sequence[int], most: float = math.inf) -> list[list[int]]:
