@@ -212,9 +212,7 @@ def test_offered_tools_are_part_of_the_prompts(place: e2e.Place, tmp_path: Path)
 
 def test_turns_are_not_called_conversations(place: e2e.Place) -> None:
     """Sixty conversations, of which every third has two turns."""
-    assert "80, the turns of 60 conversations; 80 of them can be asked" in told(
-        examine(place, last="prompts")["prompts"]
-    )
+    assert "80, the turns of 60 conversations; 80 can be asked" in told(examine(place, last="prompts")["prompts"])
 
 
 def test_a_target_that_cannot_be_is_refused_before_the_traffic_is_read(

@@ -239,7 +239,7 @@ def test_collect_train_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert prompts.tokenizer_of(cfg).chat_template is None
     collect_script.run(cfg)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "1 file read as tokens" in printed and "answers were cut off: they do not end with an end token" in printed
+    assert "1 file read as tokens" in printed and "answers were cut off: the head learns from them" in printed
     train.run(cfg)
     evaluate.run(cfg)
     held_out = [json.loads(line) for line in (place.run / "traffic/held_out.jsonl").read_text().splitlines()]

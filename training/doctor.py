@@ -211,7 +211,7 @@ def look_at_prompts(
         [lengths[min(len(lengths) - 1, int(q * len(lengths)))] for q in (0.5, 0.95, 0.99)] if lengths else [0] * 3
     )
     rows = (
-        ("prompts", f"{asked:,}, the turns of {count:,} conversations; {len(fitting):,} of them can be asked"),
+        ("prompts", f"{asked:,}, the turns of {count:,} conversations; {len(fitting):,} can be asked"),
         ("tokens", "half up to {}, 95 % up to {}, 99 % up to {}".format(*quantile)),
     )
     found = _prompt_findings(target, generation, lengths, refused, fitting=len(fitting), good=quantile[2])
