@@ -79,7 +79,7 @@ def other_target(folder: Path, change: Callable[[Path], None]) -> Path:
 
 def test_a_healthy_target_passes(place: e2e.Place) -> None:
     before = e2e.stamps(place.cwd)
-    output = e2e.call(place, "doctor", "generation.max_new_tokens=8")
+    output = e2e.call(place, "doctor", "generation.max_new_tokens=8", "target.dtype=float32")
     assert output.returncode == 0, output.stdout + output.stderr
     lines = output.stdout.splitlines()
     assert lines[0] == "doctor    looking at the settings" and "\x1b" not in output.stdout

@@ -13,7 +13,12 @@ from scripts import help as usage
 from tests import e2e
 from tests.test_help import SCRIPTS
 
-NEEDED = {"medusa2": ["stage1=runs/none"], "refresh": ["from=runs/none"], "store": ["subset=runs/none"]}
+NEEDED = {
+    "doctor": ["target=custom", "target.path=none"],
+    "medusa2": ["stage1=runs/none"],
+    "refresh": ["from=runs/none"],
+    "store": ["subset=runs/none"],
+}
 JUDGES = ("doctor", "gpu_check", "prove", "serve_check")  # whose `run` says whether all is well
 
 
