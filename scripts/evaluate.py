@@ -90,7 +90,7 @@ def run(cfg: DictConfig) -> None:
     write_manifest(folder, "report", {"files": list(FILES), "verdict": report["verdict"]}, plain(cfg))
     track(cfg, folder, report)
     Console().print(render_table(report))
-    print(f"\n{report['verdict']}\nThe report to look at: {folder / 'report.html'}", flush=True)
+    print(f"\nThe report to look at: {folder / 'report.html'}", flush=True)
     if dropped:
         print(dropped, flush=True)
 
