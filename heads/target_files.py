@@ -21,6 +21,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from heads.artifact import UserError
 
+# What huggingface_hub raises where the Hub refuses, cannot be reached, or a name is none.
+HUB_FAULTS: tuple[type[Exception], ...] = (OSError, HFValidationError, httpx.HTTPError)
 _CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 # What transformers raises over files that are damaged, or hold values that cannot be.
 _FAULTS = (
@@ -118,7 +120,7 @@ def resolve(path: str, gguf_file: str | None, *, only: Sequence[str] | None = No
     patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"] + ([gguf_file] if gguf_file else ["*.safetensors"])
     try:
         return snapshot_download(path, allow_patterns=list(only or patterns)), gguf_file
-    except (httpx.HTTPError, HFValidationError, OSError) as error:  # all that huggingface_hub raises is one of these
+    except HUB_FAULTS as error:
         raise UserError(message) from error
 
 

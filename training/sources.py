@@ -104,11 +104,12 @@ def _check_reachable(name: str) -> None:
     """One question without retries, where the library would ask again and again for half a minute. Raises UserError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
-    from huggingface_hub.utils import httpx
+
+    from heads.target_files import HUB_FAULTS
 
     try:
         HfApi().dataset_info(name.removeprefix(HUB), timeout=_PATIENCE)
-    except (OSError, ValueError, httpx.HTTPError) as error:
+    except HUB_FAULTS as error:
         offline = isinstance(error, OfflineModeIsEnabled)
         reason = "HF_HUB_OFFLINE=1 is set, and it is read over the wire" if offline else _first_line(error)
         remedy = "unset HF_HUB_OFFLINE" if offline else "correct traffic.path=, log in with `hf auth login`, or connect"

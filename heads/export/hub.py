@@ -10,12 +10,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from heads.artifact import MANIFEST, UserError
-
-# With those of the HTTP client beneath, which is another package from version to version.
-_FAULTS: tuple[type[Exception], ...] = (
-    HFValidationError,
-    *(one for one in HfHubHTTPError.__mro__ if issubclass(one, Exception) and one is not Exception),
-)
+from heads.target_files import HUB_FAULTS
 
 
 def push(folder: str | Path, repository: str, manifest: Mapping[str, Any]) -> str:
@@ -34,7 +29,7 @@ def push(folder: str | Path, repository: str, manifest: Mapping[str, Any]) -> st
             allow_patterns=files,
             commit_message=f"{manifest['head']['name']} draft head for {manifest['target']['name']}",
         )
-    except _FAULTS as error:
+    except HUB_FAULTS as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(". ")
         refused = isinstance(error, (HfHubHTTPError, HFValidationError))
         remedy = (
