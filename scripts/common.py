@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from scripts.help import answer, choices, nearest
+from scripts.precision import settle
 from scripts.settings import build, check_call, check_sections, check_start, check_target_path, check_value, plain
 from training.processes import PeerFailed, Peers
 
@@ -45,8 +46,7 @@ _SAME = (
     "'run_dir=runs/sweep/${{head.loss}}'."
 )
 _SLOW_BF16 = """\
-note      this CPU has no instructions for bfloat16, so that float32 is faster here:
-          target.dtype=float32 train.mixed_precision=no 'eval.dtypes=[float32]'"""
+note      this CPU has no instructions for bfloat16: target.dtype=auto takes float32, which is faster here"""
 # Arguments of a head that say how it is trained, not what it is.
 _OF_TRAINING = ("depth", "loss", "decay", "eta", "feature_weight", "token_weight", "noise")
 
@@ -168,6 +168,7 @@ def _attempt(main: Callable[[DictConfig], None], config: str, cfg: DictConfig, l
 
     try:
         check_sections(cfg, config)
+        settle(cfg)
         check_start(cfg, launched)
         main(cfg)
     except PeerFailed:  # the process that failed says why

@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from scripts.common import one_sentence
+from scripts.precision import settle
 from tests.tiny import bring_module, save_tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,7 +130,9 @@ def jobs(words: Sequence[str]) -> list[list[str]]:
 def config(*overrides: str, name: str = "config") -> DictConfig:
     """What a script is given for these overrides."""
     with initialize_config_module("conf", version_base="1.3"):
-        return compose(name, list(overrides))
+        cfg = compose(name, list(overrides))
+    settle(cfg)
+    return cfg
 
 
 def sentence(run: Callable[[DictConfig], Any], cfg: DictConfig, capsys: pytest.CaptureFixture[str]) -> str:

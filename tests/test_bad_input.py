@@ -171,7 +171,7 @@ def test_a_target_that_is_damaged(refuse: Refuse, finished: e2e.Finished, tmp_pa
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("target.dtype=int8", "target.dtype='int8' is unknown; choose one of"),
+        ("target.dtype=int8", "target.dtype='int8' is unknown; choose one of auto, "),
         ("target.device=tpu", "target.device=tpu is not there; choose auto, cpu or cuda"),
         ("target.attention=magic", "could not be loaded"),
         ("target.gguf_file=no.gguf", "There is no file no.gguf"),

@@ -28,6 +28,10 @@ from training.store import Storage
 # What a Python call takes from elsewhere than its own default, and why.
 OF_THE_SCRIPTS = {
     "target.device": "auto is a device of the process that a launch started, which only scripts know",
+    "target.dtype": "auto is what the device is quick in, which only scripts know",
+    "train.mixed_precision": "auto, too",
+    "eval.dtypes": "target is target.dtype",
+    "prove.dtypes": "target is target.dtype",
     "traffic.redact": "a list, of which Python's default is none",
 }
 SECTIONS: dict[str, list[Any]] = {
