@@ -290,6 +290,9 @@ def test_features_that_changed_after_they_were_written(refuse: Refuse, copied: e
 def test_a_run_that_goes_on_with_other_settings(refuse: Refuse, copied: e2e.Place) -> None:
     assert "belongs to another run (settings.optim.lr" in refuse(train.run, "optim.lr=0.5")
     assert "holds features with generation.temperature=0.0" in refuse(collect.run, "generation.temperature=1.0")
+    began = e2e.config(*copied.overrides).target.dtype
+    other = "float16" if began == "bfloat16" else "bfloat16"
+    assert f"set target.dtype={began}, choose another name=" in refuse(collect.run, f"target.dtype={other}")
     assert "lacks the taps [2] of what the head needs (it holds the taps [1, 3, 6])" in refuse(
         train.run, "head.taps=[1,2,3]"
     )

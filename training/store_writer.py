@@ -137,9 +137,10 @@ class StoreWriter:
         before, now = usual | flat(found), usual | flat(self.settings)
         for key in [*now, *before]:
             if key != "target.name" and before.get(key) != now.get(key):
+                same = f"set target.dtype={before.get(key)}, " if key == "dtype" else ""  # another machine's `auto`
                 raise UserError(
                     f"{self.folder} holds features with {key}={before.get(key)}, but {key}={now.get(key)} is "
-                    f"asked for now; choose another name= or delete {self.folder}."
+                    f"asked for now; {same}choose another name= or delete {self.folder}."
                 )
 
     def finished(self, *, verified: bool = False) -> dict[str, Any] | None:
