@@ -22,7 +22,7 @@ def check_config(cfg: DictConfig) -> None:
     from training.wandb_tracker import MODES
 
     if cfg.target.dtype not in DTYPES:
-        raise UserError(f"target.dtype={cfg.target.dtype!r} is unknown; choose one of auto, {', '.join(DTYPES)}.")
+        raise UserError(f"target.dtype={cfg.target.dtype!r} is unknown; choose auto or one of {', '.join(DTYPES)}.")
     if cfg.tracking.get("mode") not in (None, *MODES):
         raise UserError(f"tracking.mode={cfg.tracking.mode} is unknown; choose {', '.join(MODES)}, or null.")
 

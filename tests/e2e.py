@@ -127,10 +127,15 @@ def jobs(words: Sequence[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*choices)]
 
 
+def composed(*overrides: str, name: str = "config") -> DictConfig:
+    """What conf/ says for these overrides."""
+    with initialize_config_module("conf", version_base="1.3"):
+        return compose(name, list(overrides))
+
+
 def config(*overrides: str, name: str = "config") -> DictConfig:
     """What a script is given for these overrides."""
-    with initialize_config_module("conf", version_base="1.3"):
-        cfg = compose(name, list(overrides))
+    cfg = composed(*overrides, name=name)
     settle(cfg)
     return cfg
 

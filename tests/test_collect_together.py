@@ -30,7 +30,8 @@ def contents(folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
     return files, manifest
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_killed_anywhere_the_same_command_makes_the_same_store(tmp_path: Path, processes: int) -> None:
     """SIGKILL around six renames and at ten random moments, of all processes of a launch or of one; the files are then
     those of one undisturbed process. A random moment may come when the store is finished already."""

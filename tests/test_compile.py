@@ -82,6 +82,7 @@ def test_loss_and_gradients_are_the_same_and_lengths_bring_no_graphs(tmp_path: P
     assert graphs[-1] == graphs[1] <= 9, f"graphs after each batch: {graphs}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [MTPHead, MTPBlocksHead])
 def test_a_run_goes_on_with_and_without_it_and_its_checkpoints_have_the_same_names(
     tmp_path: Path, kind: type, only_traced: None
@@ -131,9 +132,10 @@ def test_a_head_without_anything_to_compile_says_so(tmp_path: Path) -> None:
 )
 def test_what_is_missing_is_said_before_any_work(monkeypatch: pytest.MonkeyPatch, break_it: Any, said: str) -> None:
     check_compiler()
+    cfg = e2e.config("train.compile=true")
     break_it(monkeypatch)
     with pytest.raises(UserError, match=rf"train.compile=true needs .*{said}.*or set it to false"):
-        train_settings(e2e.config("train.compile=true"))
+        train_settings(cfg)
     TrainSettings()
 
 

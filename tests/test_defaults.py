@@ -46,7 +46,7 @@ ROOTS_WITH_SETTINGS = {"doctor": "doctor", "gpu_check": "check", "medusa2": "med
 def settings_and_calls() -> Iterator[tuple[str, dict[str, Any], Any]]:
     """Every section and every choice by its name, with its values and the class or function that they go to. Of several
     choices for one call the usual one counts: the others are there to be something else."""
-    cfg = e2e.config()
+    cfg = e2e.composed()
     for name, calls in SECTIONS.items():
         yield from ((name, plain(cfg[name]), call) for call in calls)
     nodes = [(root, OmegaConf.load(CONF / f"{root}.yaml")[name]) for root, name in ROOTS_WITH_SETTINGS.items()]

@@ -138,6 +138,7 @@ def outcome_of(place: e2e.Place, name: str) -> dict[str, Any]:
     return dict(json.loads((place.cwd / f"runs/{name}/refresh.json").read_text()))
 
 
+@pytest.mark.slow
 def test_a_log_that_grows_week_by_week(
     place: e2e.Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,6 +157,7 @@ def life(folder: Path, after: int | None) -> None:
     save_file(weights_of(head), folder / "weights-0.safetensors")
 
 
+@pytest.mark.slow
 def test_kill_minus_nine_at_twenty_random_moments(tmp_path: Path) -> None:
     """Every life begins where the checkpoints say; the weights and lines are those of a run that was left alone."""
     processes = multiprocessing.get_context("forkserver")

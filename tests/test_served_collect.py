@@ -151,6 +151,7 @@ def as_tuple(answer: Answer) -> tuple[bool, ...]:
     return tuple(position >= answer.answer_start for position in range(len(answer.ids_T)))
 
 
+@pytest.mark.slow
 def test_killed_while_it_is_answered_nothing_is_lost_or_asked_twice(
     folder: Path, served: FrozenTarget, here: Path, tmp_path: Path
 ) -> None:

@@ -159,6 +159,7 @@ def test_a_step_is_a_whole_one(tiny: list[str]) -> None:
 # ---- the benches ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_growth_shows_every_combination(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("bench.lengths=[24]", "bench.depths=[1,2]", "bench.vocabularies=[null]", "bench.repeats=1")
     bench.run(e2e.config("bench=train_growth", *tiny, *sizes, name="bench"))

@@ -66,6 +66,7 @@ def test_two_processes_can_go_on_where_one_stopped(tmp_path: Path) -> None:
     assert_equal_runs(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_of_two_stops_both_and_one_goes_on(tmp_path: Path) -> None:
     """Two micro-batches on each of two processes, then all four on one: the same batches, and with them the same noise.
 
