@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from scripts import collect, compare, evaluate, export, train
 from scripts.common import launched_peers, script
@@ -32,7 +32,7 @@ def run(cfg: DictConfig) -> None:
     """All stages of the config, one after another."""
     started, peers = time.monotonic(), launched_peers(cfg)
     say = partial(print, flush=True) if peers.main else (lambda text: None)
-    stages = plain(cfg)["stages"]
+    stages = plain(OmegaConf.masked_copy(cfg, "stages"))["stages"]  # the rest would import PyTorch
     check_stages(stages)
     say(f"Draftsmith: {cfg.name}, {len(stages)} stages, each resumable; artifacts go to {cfg.run_dir}")
     check_all(cfg)

@@ -132,7 +132,7 @@ def test_a_head_without_anything_to_compile_says_so(tmp_path: Path) -> None:
 )
 def test_what_is_missing_is_said_before_any_work(monkeypatch: pytest.MonkeyPatch, break_it: Any, said: str) -> None:
     check_compiler()
-    cfg = e2e.config("train.compile=true")
+    cfg = e2e.config("train.compile=true", "train.mixed_precision=no")
     break_it(monkeypatch)
     with pytest.raises(UserError, match=rf"train.compile=true needs .*{said}.*or set it to false"):
         train_settings(cfg)
