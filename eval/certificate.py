@@ -50,6 +50,8 @@ class ProofSettings:
             raise UserError(
                 f"prove.dtypes={list(self.dtypes)} must name some of {', '.join(DTYPES)}, float32 among them."
             )
+        if len(set(self.dtypes)) < len(self.dtypes):
+            raise UserError(f"prove.dtypes={list(self.dtypes)} says something twice; give each value once.")
         least = {"gamma": 1, "max_new_tokens": 1, "rows": 1, "samples": 1000, "prefixes": 1, "prefix_tokens": 1}
         for name, bound in {**least, "copies": 20, "requests": self.prefixes}.items():
             if vars(self)[name] < bound:
@@ -102,10 +104,14 @@ class Certificate:
         if not self.passed:
             return f"FAIL: {len(self.complaints)} complaints, the first: {self.complaints[0]}"
         wide = [one for one in self.identity if one.passed]
+        judged = [fit for fit in self.real if fit.cells > 1]
+        unjudged = len(self.real) - len(judged)
+        left = f" ({unjudged} more could not be judged; raise prove.copies)" if unjudged else ""
         return (
             f"PASS: {sum(one.requests for one in wide)} greedy texts ({sum(one.tokens for one in wide)} tokens) are "
-            f"the target's own; {len(self.tiny)} + {len(self.real)} laws hold (smallest p = "
-            f"{min(fit.p_value for fit in (*self.tiny, *self.real)):.2g}); {len(self.controls)} controls caught"
+            f"the target's own; {len(self.tiny)} + {len(judged)} laws hold{left} "
+            f"(smallest p = {min(fit.p_value for fit in (*self.tiny, *self.real)):.2g}); {len(self.controls)} controls "
+            f"caught"
         )
 
     def to_json(self) -> dict[str, Any]:

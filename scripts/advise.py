@@ -93,6 +93,8 @@ def check_settings(cfg: DictConfig) -> None:
         check_value(name, some := values[name], list[int] | None)
         if some is not None and (not some or min(some) < 1):
             raise UserError(f"{name}={some} must name some whole numbers ≥ 1, or be null for those of the costs.")
+        if some is not None and len(set(some)) < len(some):
+            raise UserError(f"{name}={some} says something twice; give each value once.")
     if cfg.gpu is not None:
         Gpu.of(values["gpu"])
     sizes = {"target_size": Reader, "draft_size": DraftReader}

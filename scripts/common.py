@@ -21,10 +21,10 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from scripts.help import answer, choices, nearest
-from scripts.precision import settle
+from scripts.precision import check_formats, settle
 from scripts.settings import build, check_call, check_sections, check_start, check_target_path, check_value, plain
 from training.processes import PeerFailed, Peers
 
@@ -45,8 +45,7 @@ _SAME = (
     "Another job of this sweep has written to {}; name the folder after what is swept, such as "
     "'run_dir=runs/sweep/${{head.loss}}'."
 )
-_SLOW_BF16 = """\
-note      this CPU has no instructions for bfloat16: target.dtype=auto takes float32, which is faster here"""
+_SLOW_BF16 = "note      bfloat16 is slow on this CPU, which has no instructions for it"
 # Arguments of a head that say how it is trained, not what it is.
 _OF_TRAINING = ("depth", "loss", "decay", "eta", "feature_weight", "token_weight", "noise")
 
@@ -168,6 +167,7 @@ def _attempt(main: Callable[[DictConfig], None], config: str, cfg: DictConfig, l
 
     try:
         check_sections(cfg, config)
+        check_formats(cfg)
         settle(cfg)
         check_start(cfg, launched)
         main(cfg)
@@ -227,8 +227,8 @@ def _phrase(error: Exception, config: str = "config") -> str:
     if ambiguous := re.match(r"Ambiguous value for argument '(([^=]+)=([^']*))'", lines[0]):
         given, key, values = ambiguous.groups()
         return f"{given} is several values, which takes --multirun; write a list as {key}=[{values}]."
-    if isinstance(error, MissingMandatoryValue):
-        return f"{lines[0]}; give it on the command line."
+    if missing := re.search(r"Missing mandatory value: ([\w.]+)", str(error)):  # read itself, or by way of another
+        return f"{missing[1]}= has no value; give it on the command line."
     told = [line for line in lines if line and not line.startswith(("full_key:", "object_type="))]
     return f"{' '.join(told).removesuffix('.')}."
 

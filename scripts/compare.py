@@ -21,8 +21,12 @@ REPORT = Path("report") / "report.json"
 
 def run(cfg: DictConfig) -> None:
     """Compare the runs of the config, or all finished ones under comparison_dir."""
+    from heads.artifact import UserError
+
     check_value("runs", plain(cfg)["runs"], list[str])
     check_value("comparison_dir", cfg.comparison_dir, str)
+    if len({Path(one).resolve() for one in cfg.runs}) < len(cfg.runs):
+        raise UserError(f"runs={list(cfg.runs)} names a run twice; give each once.")
     folder = Path(cfg.comparison_dir)
     write_comparison([Path(one) for one in cfg.runs] or finished(folder), folder)
 

@@ -102,7 +102,8 @@ def examine(cfg: DictConfig, say: Callable[[str, str], None] = lambda part, doin
 
 
 def collected(cfg: DictConfig, target: FrozenTarget) -> tuple[FeatureStore | None, Section | None]:
-    """The features of the run, if there are any of this target; a section where they are of another one."""
+    """The features of the run, if there are any of this target; a section where they are of another one or
+    in another number format."""
     from heads.artifact import MANIFEST
     from training.diagnosis import Finding, Section
     from training.store import FeatureStore
@@ -111,7 +112,14 @@ def collected(cfg: DictConfig, target: FrozenTarget) -> tuple[FeatureStore | Non
         return None, None
     store = FeatureStore.open(cfg.features_dir)
     if store.manifest["target"] == target.fingerprint:
-        return store, None
+        began, now = store.manifest["dtype"], str(cfg.target.dtype)
+        if began == now:
+            return store, None
+        sentence = (
+            f"{cfg.features_dir} was collected in {began}, which goes on in {now} only under another name=; set "
+            f"target.dtype={began}."
+        )
+        return store, Section("features", findings=(Finding(True, sentence),))
     told, now = store.manifest["target"], target.fingerprint
     other = ", ".join(sorted(key for key in now.keys() | told.keys() if told.get(key) != now.get(key)))
     sentence = (

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def run(cfg: DictConfig) -> None:
     """Write runs/<name>/head out of the folder, unless check=true."""
-    from heads.artifact import MANIFEST, UserError, write_manifest
+    from heads.artifact import MANIFEST, UserError, read_manifest, write_manifest
     from heads.checkpoint import check_target, class_path, head_name, save_head
     from heads.export.folder import check_export, format_of
     from heads.export.imported import recognised
@@ -38,8 +38,12 @@ def run(cfg: DictConfig) -> None:
     if cfg.layout is not None:
         format_of(cfg.layout)
     source, folder = local(str(cfg["from"])), Path(cfg.run_dir) / "head"
+    origin = {"from": str(cfg["from"]), "layout": cfg.layout}
     if not cfg.check and folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder} holds a head already; import under another name=.")
+        if (folder / MANIFEST).is_file() and read_manifest(folder, "head").get("imported") == origin:
+            print(f"import    {folder} was imported from there before and is used as it is", flush=True)
+            return
+        raise UserError(f"{folder} holds another head already; import under another name=.")
     recognised(source, cfg.layout)  # before the target is loaded
     manifest = check_export(source) if (source / MANIFEST).is_file() else None
     print(f"import    {source}", flush=True)
@@ -53,7 +57,6 @@ def run(cfg: DictConfig) -> None:
     if cfg.check:
         _say(f"sound, and of the target {target.fingerprint['name']}")
         return
-    origin = {"from": str(cfg["from"]), "layout": cfg.layout}
     saved = save_head(head, folder, target_fingerprint=target.fingerprint, extra={"imported": origin})
     numbers = {"parameters": parameters, "draft_vocabulary": {"size": len(vocab.ids_W)}}
     body = {**saved, "name": head_name(head), "target": target.fingerprint, "imported": origin, **numbers}
@@ -84,7 +87,7 @@ def local(source: str) -> Path:
 
     from heads.artifact import UserError
 
-    if Path(source).is_dir():
+    if source and Path(source).is_dir():
         return Path(source)
     refusal = f"from={source} is neither a folder nor a repository on the Hub that can be reached; correct it."
     if source.startswith((".", "/", "~")) or source.count("/") != 1:

@@ -5,11 +5,38 @@ Found when it is first read, as PyTorch has to be asked, whose import a first li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+FORMATS = ("bfloat16", "float16", "float32", "float64")
+_PRECISIONS = ("bf16", "no")
 _AUTO = {"target": ("dtype", "bfloat16", "float32"), "train": ("mixed_precision", "bf16", "no")}
+
+
+def check_formats(cfg: DictConfig) -> None:
+    """Raises UserError on a number format that there is not, by the name of the setting that says it."""
+    from heads.artifact import UserError
+
+    asked = {"target.dtype": FORMATS, "train.mixed_precision": _PRECISIONS}
+    for key, allowed in asked.items():
+        section, _, name = key.partition(".")
+        if isinstance(node := cfg[section], DictConfig) and name in node and node[name] not in (*allowed, "auto"):
+            given = "null" if node[name] is None else repr(node[name])
+            raise UserError(f"{key}={given} is unknown; choose one of auto, {', '.join(allowed)}.")
+    for prefix, node in _with_lists(cfg):
+        if unknown := [one for one in node.dtypes if one not in (*FORMATS, "target")]:
+            raise UserError(
+                f"{prefix}dtypes={list(node.dtypes)}: {unknown[0]} is unknown; choose some of target, "
+                f"{', '.join(FORMATS)}."
+            )
+
+
+def _with_lists(cfg: DictConfig) -> Iterator[tuple[str, DictConfig]]:
+    """Each section that has a list of number formats, after what its settings begin with."""
+    for prefix, node in {"": cfg, "eval.": cfg.get("eval"), "prove.": cfg.get("prove")}.items():
+        if isinstance(node, DictConfig) and isinstance(node.get("dtypes"), ListConfig):
+            yield prefix, node
 
 
 def settle(cfg: DictConfig) -> None:
@@ -21,9 +48,9 @@ def settle(cfg: DictConfig) -> None:
     for section, (name, quick, slow) in _AUTO.items():
         if isinstance(node := cfg[section], DictConfig) and node.get(name) == "auto":
             node[name] = f"${{as_quick:{quick},{slow},${{target.device}}}}"
-    for node in (cfg, cfg.get("eval"), cfg.get("prove")):
-        if isinstance(node, DictConfig) and isinstance(dtypes := node.get("dtypes"), ListConfig) and "target" in dtypes:
-            node.dtypes = f"${{with_target:{list(dtypes)},${{target.dtype}}}}"
+    for _, node in _with_lists(cfg):
+        if "target" in node.dtypes:
+            node.dtypes = f"${{with_target:{list(node.dtypes)},${{target.dtype}}}}"
 
 
 def _as_quick(quick: str, slow: str, device: object) -> str:

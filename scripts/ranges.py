@@ -16,13 +16,10 @@ _LAYERS = 10**6  # of the made-up target: whatever is wrong there is wrong every
 
 
 def check_config(cfg: DictConfig) -> None:
-    """Whatever the config alone can tell of target and tracking. Raises UserError."""
+    """Whatever the config alone can tell of tracking. Raises UserError."""
     from heads.artifact import UserError
-    from heads.target import DTYPES
     from training.wandb_tracker import MODES
 
-    if cfg.target.dtype not in DTYPES:
-        raise UserError(f"target.dtype={cfg.target.dtype!r} is unknown; choose auto or one of {', '.join(DTYPES)}.")
     if cfg.tracking.get("mode") not in (None, *MODES):
         raise UserError(f"tracking.mode={cfg.tracking.mode} is unknown; choose {', '.join(MODES)}, or null.")
 

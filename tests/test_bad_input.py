@@ -172,7 +172,7 @@ def test_a_target_that_is_damaged(refuse: Refuse, finished: e2e.Finished, tmp_pa
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("target.dtype=int8", "target.dtype='int8' is unknown; choose one of"),
+        ("target.dtype=int8", "target.dtype='int8' is unknown; choose one of auto, bfloat16"),
         ("target.device=tpu", "target.device=tpu is not there; choose auto, cpu or cuda"),
         ("target.attention=magic", "could not be loaded"),
         ("target.gguf_file=no.gguf", "There is no file no.gguf"),
@@ -294,6 +294,10 @@ def test_a_run_that_goes_on_with_other_settings(refuse: Refuse, copied: e2e.Plac
     began = e2e.config(*copied.overrides).target.dtype
     other = "float16" if began == "bfloat16" else "bfloat16"
     assert f"set target.dtype={began}, choose another name=" in refuse(collect.run, f"target.dtype={other}")
+    began = e2e.config(*copied.overrides).train.mixed_precision
+    other = "no" if began == "bf16" else "bf16"
+    sentence = refuse(train.run, f"train.mixed_precision={other}")
+    assert f"set train.mixed_precision={began}, choose another folder" in sentence
     assert "lacks the taps [2] of what the head needs (it holds the taps [1, 3, 6])" in refuse(
         train.run, "head.taps=[1,2,3]"
     )
@@ -345,7 +349,7 @@ def test_taps_are_judged_before_the_target_is_loaded(
         ("head.draft_vocab_size=-5", "A draft vocabulary of -5 is not between 1"),
         ("head.draft_vocab_size=97", "A draft vocabulary of 97 is not between 1 (special tokens) and 96"),
         ("train.epochs=0", "train.epochs=0 is not possible"),
-        ("train.mixed_precision=fp16", "train.mixed_precision=fp16 is not supported"),
+        ("train.mixed_precision=fp16", "train.mixed_precision='fp16' is unknown; choose one of auto, bf16, no."),
         ("train.global_batch_tokens=0", "train.global_batch_tokens=0 is not possible; give at least 1"),
         ("train.max_length=0", "train.max_length=0 is not possible; give at least 2"),
         ("optim.schedule=steps", "optim.schedule=steps is unknown"),
@@ -369,7 +373,7 @@ def test_what_train_refuses(refuse: Refuse, copied: e2e.Place, override: str, wo
         ("eval.gammas=[2,2]", "says something twice"),
         ("eval.temperatures=[-1]", "must be some finite values ≥ 0"),
         ("eval.top_p=0", "eval.top_p=0 above 0"),
-        ("eval.dtypes=[int8]", "must name some of bfloat16"),
+        ("eval.dtypes=[int8]", "eval.dtypes=['int8']: int8 is unknown; choose some of target, bfloat16"),
         ("eval.rows=0", "eval.rows=0 ≥ 1"),
         ("eval.max_new_tokens=1000", "but the target has 256; shorten the prompt or lower eval.max_new_tokens"),
         ("generation.max_prompt_tokens=1", "no held-out request"),

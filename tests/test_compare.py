@@ -167,6 +167,8 @@ def test_the_script_takes_any_runs(
     assert "medusa" in capsys.readouterr().out and "| medusa |" in (tmp_path / "comparison.md").read_text()
     cfg = e2e.config(f"runs=[{tmp_path / 'none'}]", name="compare")
     assert "holds no report/report.json" in e2e.sentence(compare.run, cfg, capsys)
+    twice = e2e.config("runs=[runs/a,./runs/a]", name="compare")
+    assert "names a run twice; give each once." in e2e.sentence(compare.run, twice, capsys)
 
 
 # ---- what a draft costs -----------------------------------------------------------------------------------------

@@ -343,12 +343,21 @@ def test_the_estimate_by_hand(target: FrozenTarget) -> None:
 def test_features_that_are_there_are_counted(finished: e2e.Finished) -> None:
     """Answer lengths and the draft vocabulary come from the store as soon as there is one."""
     run = finished.place.run
-    sections = examine(finished.place, f"features_dir={run / 'features'}", "target.dtype=bfloat16")
     manifest = e2e.manifest(finished.place, "features")
+    sections = examine(finished.place, f"features_dir={run / 'features'}", f"target.dtype={manifest['dtype']}")
     share = manifest["supervised_tokens"] / manifest["tokens"]
     assert f"{manifest['documents']} collected answers, {share:.0%} supervised" in told(sections["answers"])
     assert "tokens of the collected answers" in told(sections["vocabulary"])
     assert "as collected" in told(sections["cost"])
+
+
+def test_features_of_another_number_format_are_said(finished: e2e.Finished) -> None:
+    """As `auto` leaves them on another machine; training on them is refused."""
+    began = e2e.manifest(finished.place, "features")["dtype"]
+    other = "float32" if began == "bfloat16" else "bfloat16"
+    place = (f"features_dir={finished.place.run / 'features'}", f"target.dtype={other}")
+    findings = examine(finished.place, *place)["features"].findings
+    assert [finding.wrong for finding in findings] == [True] and f"set target.dtype={began}." in findings[0].sentence
 
 
 # ---- every setting ----------------------------------------------------------------------------------------------

@@ -42,15 +42,15 @@ def test_coverage_is_told_for_conversations_that_the_vocabulary_was_not_chosen_f
 
 
 def test_a_finished_run_is_read(finished: e2e.Finished) -> None:
-    run = finished.place.run
-    sections = examine(finished.place, f"run_dir={run}", "target.dtype=bfloat16")
+    run, began = finished.place.run, f"target.dtype={e2e.manifest(finished.place, 'features')['dtype']}"
+    sections = examine(finished.place, f"run_dir={run}", began)
     section, report = sections["run"], e2e.report(finished.place)
     assert section.table[0] == ("depth", "training text", "held-out text", "decoder")
     assert len(section.table) == 1 + len(report["teacher_forced"]["decoder"])
     trained = e2e.manifest(finished.place, "head")["teacher_forced"]["acceptance"][0]
     assert section.table[1][1] == f"{trained:.2f}" and section.findings
     assert not wrong(sections)
-    other = examine(finished.place, f"run_dir={run}", "target.dtype=bfloat16", "target.template={loud: true}")
+    other = examine(finished.place, f"run_dir={run}", began, "target.template={loud: true}")
     said = wrong(other)
     assert len(said) == 2 and all("in its template" in sentence for sentence in said), "of its features, of its head"
 

@@ -116,9 +116,9 @@ def test_a_public_head_is_measured_trained_on_and_exported(
     assert 0 < max(near) < 0.1
 
     out = place.cwd / "runs/out/export"
-    for layout in ("vllm", "sglang"):
+    for layout in ("vllm", "sglang", "tensorrt_llm"):
         export.run(cfg(place, f"head_dir={theirs}", "run_dir=runs/out", f"export={layout}"))
-    for layout in ("vllm", "sglang"):  # neither replaces the other
+    for layout in ("vllm", "sglang", "tensorrt_llm"):  # none replaces another
         check_export(out / layout, head=head)
         import_head.run(bring(place, out / layout, "unused", "check=true"))
     assert f"give a folder in a server's layout, such as {out}/sglang" in e2e.sentence(
@@ -254,13 +254,34 @@ def test_a_head_of_another_kind_is_not_trained_on(
     assert sentence in e2e.sentence(train.run, asked, capsys)
 
 
+def test_taps_that_only_the_command_says_are_the_heads_own(place: e2e.Place, tmp_path: Path) -> None:
+    """TensorRT-LLM takes them from its command; our own export remembers them."""
+    told = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+    folder = published(place, tmp_path / "theirs", lambda config, tensors: config.update(told))
+    import_head.run(bring(place, folder, "odd"))
+    export.run(cfg(place, f"head_dir={place.cwd / 'runs/odd/head'}", "run_dir=runs/odd", "export=tensorrt_llm"))
+    out = place.cwd / "runs/odd/export/tensorrt_llm"
+    assert "layer_ids" not in (out / "config.json").read_text()
+    import_head.run(bring(place, out, "odd_again"))
+    assert load_head(place.cwd / "runs/odd_again/head").arguments["taps"] == [1, 3, 6]
+
+
+def test_a_second_import_uses_the_first(place: e2e.Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = published(place, tmp_path / "theirs")
+    import_head.run(bring(place, folder, "again"))
+    before = e2e.stamps(place.cwd / "runs/again/head")
+    import_head.run(bring(place, folder, "again"))
+    assert "was imported from there before and is used as it is" in capsys.readouterr().out
+    assert e2e.stamps(place.cwd / "runs/again/head") == before
+
+
 def test_a_head_that_is_there_is_not_overwritten(
     place: e2e.Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine/head").mkdir(parents=True)
     (tmp_path / "mine/head/head.json").write_text("mine")
     asked = cfg(place, f"from={tmp_path}", f"run_dir={tmp_path / 'mine'}", name="import_head")
-    assert "holds a head already; import under another name=" in e2e.sentence(import_head.run, asked, capsys)
+    assert "holds another head already; import under another name=" in e2e.sentence(import_head.run, asked, capsys)
     nothing = cfg(place, name="import_head")
     assert "needs from=<folder or Hub id>" in e2e.sentence(import_head.run, nothing, capsys)
     nowhere = cfg(place, "from=./nowhere", name="import_head")

@@ -30,7 +30,7 @@ from tests.tiny import save_tiny
         ("optim.lr=-1", "optim.lr=-1 must be a positive number"),
         ("+optim.momenta=1", "There is no setting optim.momenta"),
         ("train.epochs=0", "train.epochs=0 is not possible"),
-        ("train.mixed_precision=fp16", "train.mixed_precision=fp16 is not supported"),
+        ("train.mixed_precision=fp16", "train.mixed_precision='fp16' is unknown; choose one of auto, bf16, no."),
     ],
 )
 def test_target_and_training_are_judged_before_the_traffic_is_read(

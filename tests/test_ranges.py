@@ -192,6 +192,7 @@ GPU = ("gpu=h100", "target_size.parameters=7.5e9", "draft_size.parameters=4e8")
         (["report=null"], "report=None is of the wrong type"),
         (["batches=[0]"], "batches=[0] must name some whole numbers ≥ 1"),
         (["contexts=[-1]"], "contexts=[-1] must name some whole numbers ≥ 1"),
+        (["batches=[1,1]"], "batches=[1, 1] says something twice"),
         (["batches=[]"], "batches=[] must name some"),
         ([*GPU, "target_size.parameters=0"], "target_size.parameters=0 is not possible"),
         ([*GPU, "target_size.parameters=nan"], "target_size.parameters=nan is not possible"),

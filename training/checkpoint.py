@@ -101,9 +101,12 @@ class CheckpointFolder:
             logger.warning("%s Training goes on from the earlier %s.", damage, path)
         differing = differences(state["identity"], self.identity)
         if differing:
+            was = state["identity"].get("settings", {}).get("mixed_precision")  # `auto` of another machine
+            of_auto = any(one.startswith("settings.mixed_precision ") for one in differing)
+            same = f"set train.mixed_precision={was}, " if of_auto else ""
             raise UserError(
                 f"{path} belongs to another run ({'; '.join(differing[:4])}); "
-                f"choose another folder, or remove {self.folder} to start anew."
+                f"{same}choose another folder, or remove {self.folder} to start anew."
             )
         self.run = state["run"]
         return dict(state)

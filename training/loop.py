@@ -372,11 +372,11 @@ class _Run:
 
     def _result(self) -> TrainResult:
         at = self.at
-        metrics: dict[str, list[float]] = {}
+        metrics: dict[str, list[float | None]] = {}
         for name, value in at.latest.items():
             metric, slash, _ = name.partition("/")
             if slash:
-                metrics.setdefault(metric, []).append(value)
+                metrics.setdefault(metric, []).append(None if math.isnan(value) else value)
         return TrainResult(
             steps=at.step,
             epochs=at.epoch,

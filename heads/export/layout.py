@@ -182,7 +182,7 @@ class Layout(ABC):
         """Constructor arguments, draft vocabulary and weights; own: the arguments that our own export remembers, which
         the configuration must not contradict."""
         tensors = {self.plain_name(name): tensor for name, tensor in read_tensors(folder, self.inside).items()}
-        completed = self.completed(config, of_target)
+        completed = self.completed(self.remembered(config, own), of_target)
         vocab = self.taken(tensors, completed, of_target)
         found = self.arguments(completed, of_target)
         if own:
@@ -192,6 +192,10 @@ class Layout(ABC):
         self.check_names(tensors, ours)
         state = {ours[name]: self.turned(ours[name], tensor, arguments) for name, tensor in tensors.items()}
         return arguments, vocab, state
+
+    def remembered(self, config: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The configuration with what this reader is told elsewhere, as our own export knows it."""
+        return config
 
     def llama_settings(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The sizes as a Llama configuration says them. UserError on an activation that the servers have not."""
@@ -243,7 +247,8 @@ def check_told(found: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -
             check_told(value, was, folder)
         if value != was:
             raise UserError(
-                f"{folder / CONFIG} says {name}={value}, but the head that was exported has {was}; export it again."
+                f"{folder / CONFIG} says {name}={value}, but the head that was exported has {was}; export it again, or "
+                f"give the layout= that it was exported in."
             )
 
 

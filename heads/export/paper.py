@@ -93,6 +93,9 @@ class PaperEagle3Layout(Eagle3Layout):
             settings["eagle_config"] = {TAPS: [tap - 1 for tap in taps], "use_aux_hidden_state": True}
         return {**settings, **old_rope(rope, self.reader, self.ropes), "bias": False}
 
+    def remembered(self, config: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**config, TAPS: own["taps"]} if self.taps == "told" and "taps" in own else config
+
     def target_overrides(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What the command must say about the taps."""
         taps = list(arguments["taps"])
