@@ -184,7 +184,7 @@ def advise(
     rows = expect(costs, taus, batch, context)
     chosen = _best(rows)
     notes = costs.reach(batch, context, max(chosen.gamma, 1))
-    if chosen.gamma > taus.deepest:
+    if rows[-1].gamma > taus.deepest:
         notes.append(f"acceptance was measured up to γ {taus.deepest}; beyond, its last value is taken to go on")
     if chosen.gamma and chosen.speedup.low is not None and chosen.speedup.low <= 1:
         notes.append("the interval holds 1: these requests cannot tell whether speculation pays here")

@@ -124,6 +124,11 @@ GPU_CHANGES = {
 }
 
 
+def test_draft_lengths_beyond_the_measured_are_named(here: e2e.Place) -> None:
+    said = "acceptance was measured up to γ 4; beyond, its last value is taken to go on"
+    assert said in advice(here, "max_gamma=6")["notes"] and said not in advice(here)["notes"]
+
+
 @pytest.mark.parametrize("setting", CHANGES)
 def test_every_setting_changes_the_advice(here: e2e.Place, setting: str) -> None:
     more, what = CHANGES[setting]
