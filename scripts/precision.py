@@ -9,21 +9,22 @@ from collections.abc import Iterator, Sequence
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-FORMATS = ("bfloat16", "float16", "float32", "float64")
-_PRECISIONS = ("bf16", "no")
-_AUTO = {"target": ("dtype", "bfloat16", "float32"), "train": ("mixed_precision", "bf16", "no")}
+FORMATS = ("bfloat16", "float16", "float32", "float64")  # heads.target.DTYPES, whose import is PyTorch's
+# section: its setting, what may stand there, and what `auto` is where bfloat16 is quick and where it is not
+_AUTO = {
+    "target": ("dtype", FORMATS, "bfloat16", "float32"),
+    "train": ("mixed_precision", ("bf16", "no"), "bf16", "no"),
+}
 
 
 def check_formats(cfg: DictConfig) -> None:
     """Raises UserError on a number format that there is not, by the name of the setting that says it."""
     from heads.artifact import UserError
 
-    asked = {"target.dtype": FORMATS, "train.mixed_precision": _PRECISIONS}
-    for key, allowed in asked.items():
-        section, _, name = key.partition(".")
+    for section, (name, allowed, *_) in _AUTO.items():
         if isinstance(node := cfg[section], DictConfig) and name in node and node[name] not in (*allowed, "auto"):
             given = "null" if node[name] is None else repr(node[name])
-            raise UserError(f"{key}={given} is unknown; choose one of auto, {', '.join(allowed)}.")
+            raise UserError(f"{section}.{name}={given} is unknown; choose one of auto, {', '.join(allowed)}.")
     for prefix, node in _with_lists(cfg):
         if unknown := [one for one in node.dtypes if one not in (*FORMATS, "target")]:
             raise UserError(
@@ -45,7 +46,7 @@ def settle(cfg: DictConfig) -> None:
     auto: bfloat16 where the device has instructions for it, float32 elsewhere. target: the format of target.dtype,
     once. Whatever else stands there is left to those who read it.
     """
-    for section, (name, quick, slow) in _AUTO.items():
+    for section, (name, _, quick, slow) in _AUTO.items():
         if isinstance(node := cfg[section], DictConfig) and node.get(name) == "auto":
             node[name] = f"${{as_quick:{quick},{slow},${{target.device}}}}"
     for _, node in _with_lists(cfg):

@@ -8,7 +8,9 @@ from types import MappingProxyType
 import pytest
 import torch
 
+from heads.target import DTYPES
 from scripts import common
+from scripts.precision import FORMATS
 from tests import e2e
 from tests.tiny import save_tiny
 from training.devices import computes_bf16
@@ -39,6 +41,10 @@ def test_bfloat16_is_taken_where_it_is_quick(
     assert list(cfg.eval.dtypes) == (["float32", "bfloat16"] if quick else ["float32"])
     assert list(e2e.config(name="prove").prove.dtypes) == ["float64", *cfg.eval.dtypes]
     assert e2e.config(name="serve_check").dtypes == cfg.eval.dtypes
+
+
+def test_the_formats_are_those_that_a_target_can_be_loaded_in() -> None:
+    assert set(FORMATS) == set(DTYPES)
 
 
 def test_what_is_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
