@@ -82,9 +82,9 @@ class TrainResult:
     """What a run came to.
 
     loss and metrics (one value per depth, None where nothing was counted) are means over the last logged window;
-    seconds and tokens_per_second count the steps of all sessions, without evaluations and checkpoints; skipped_steps had
-    nothing supervised; chosen: which evaluated head came out and by what numbers (training.selection), None where it
-    is the last one; evaluation_seconds: spent in evaluations; stopped_early: `patience` ended the run.
+    seconds and tokens_per_second count the steps of all sessions, without evaluations and checkpoints; skipped_steps
+    had nothing supervised; chosen: which evaluated head came out and by what numbers (training.selection), None where
+    it is the last one; evaluation_seconds: spent in evaluations; stopped_early: `patience` ended the run.
     """
 
     steps: int
